@@ -1,0 +1,326 @@
+"""RankPool: what a run returns, and what is told of a rank that does not return."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from polyshard.conformance.failures import RanksFailed
+from polyshard.conformance.pool import RankPool
+
+marks_left_by_runs = []
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    with RankPool(2, grace=0.3) as pool:
+        yield pool
+
+
+def failures_of(pool, function, *args):
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(function, *args)
+    return caught.value
+
+
+def is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until_ended(pids):
+    deadline = time.monotonic() + 30
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_running, pids))
+
+
+# What the ranks run.
+
+
+@dataclass
+class Place:
+    rank: int
+    size: int
+    environment: tuple[str | None, ...]
+
+
+def place():
+    import torch.distributed as dist
+
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    environment = tuple(map(os.environ.get, names))
+    if not dist.is_initialized():
+        return Place(-1, -1, environment)
+    time.sleep(0.1 * (dist.get_world_size() - dist.get_rank()))  # rank 0 answers last
+    return Place(dist.get_rank(), dist.get_world_size(), environment)
+
+
+def barrier_unless(rank, failing, *args):
+    import torch.distributed as dist
+
+    if dist.get_rank() == rank:
+        failing(*args)
+    dist.barrier()
+
+
+def leave_mark():
+    marks_left_by_runs.append(os.getpid())
+    return len(marks_left_by_runs)
+
+
+def apply(function, value, *, times):
+    for _ in range(times):
+        value = function(value)
+    return value
+
+
+def double(place):
+    return Place(place.rank * 2, place.size, place.environment)
+
+
+class SpecialError(LookupError):
+    pass
+
+
+def raise_with_note():
+    error = SpecialError("nothing here")
+    error.add_note("looked everywhere")
+    raise error
+
+
+def raise_unpicklable():
+    class LocalError(Exception):
+        def __init__(self, lock):
+            self.lock = lock
+
+    raise LocalError(threading.Lock())
+
+
+def raise_unprintable():
+    class SilentError(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    raise SilentError
+
+
+def kill_self(number):
+    print("last words", flush=True)
+    os.kill(os.getpid(), number)
+
+
+def return_lock():
+    return threading.Lock()
+
+
+def leave_group():
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+
+
+def open_many_files():
+    for _ in range(300):
+        os.dup(0)
+
+
+def turn_warnings_to_errors():
+    warnings.simplefilter("error")
+
+
+def warn():
+    warnings.warn("only a warning", UserWarning, stacklevel=1)
+
+
+def test_results_come_in_rank_order(ranks):
+    assert ranks.run(place) == [
+        Place(0, 2, ("0", "0", "2", "2")),
+        Place(1, 2, ("1", "1", "2", "2")),
+    ]
+
+
+def test_one_rank_has_a_process_group():
+    with RankPool(1) as pool:
+        assert pool.run(place) == [Place(0, 1, ("0", "0", "1", "1"))]
+
+
+def test_without_process_group_nothing_tells_of_ranks(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with RankPool(1, process_group=False) as pool:
+        assert pool.run(place) == [Place(-1, -1, (None,) * 4)]
+
+
+@pytest.mark.parametrize(("size", "process_group"), [(0, True), (-1, True), (2, False)])
+def test_impossible_sizes_are_refused(size, process_group):
+    with pytest.raises(ValueError, match="world_size"):
+        RankPool(size, process_group=process_group)
+
+
+def test_arguments_may_be_functions_and_objects_of_the_test_file(ranks):
+    assert ranks.run(apply, double, Place(3, 2, ()), times=2) == [Place(12, 2, ())] * 2
+
+
+def test_runs_share_their_processes(ranks):
+    first = ranks.run(os.getpid)
+    assert ranks.run(os.getpid) == first == list(ranks.pids)
+
+
+def test_prints_are_printed_with_the_rank(ranks, capsys):
+    ranks.run(print, "once")
+    ranks.run(print, "twice")
+    assert capsys.readouterr().out.splitlines() == [
+        f"[rank {rank}] {word}" for word in ("once", "twice") for rank in (0, 1)
+    ]
+
+
+def test_warning_filters_end_with_the_function(ranks):
+    ranks.run(turn_warnings_to_errors)
+    ranks.run(warn)
+
+
+@pytest.mark.parametrize("job", [(lambda: None,), (print, threading.Lock())])
+def test_what_cannot_be_sent_is_refused_before_any_rank_sees_it(ranks, job):
+    pids = ranks.run(os.getpid)
+    with pytest.raises(TypeError, match="top level of a module"):
+        ranks.run(*job)
+    assert ranks.run(os.getpid) == pids
+
+
+def test_a_rank_that_raises_is_told_of_first(ranks):
+    error = failures_of(ranks, barrier_unless, 1, raise_with_note)
+    assert list(error.failures) == [1, 0]
+    assert error.first is error.failures[1]
+    assert error.first.type_name == f"{__name__}.SpecialError"
+    assert error.first.is_a(LookupError)
+    assert not error.first.is_a(ValueError)
+    assert error.first.message == "nothing here"
+    assert error.first.notes == ("looked everywhere",)
+    assert "in raise_with_note" in error.first.traceback
+    assert "2 of 2 ranks failed" in str(error)
+    assert str(error).index("rank 1 raised") < str(error).index("rank 0 killed")
+
+
+def test_a_rank_that_waited_for_the_failed_one_is_shown_where_it_waited(ranks):
+    waiting = failures_of(ranks, barrier_unless, 1, raise_with_note).failures[0]
+    assert waiting.kind == "killed"
+    assert waiting.type_name == ""
+    assert "rank 1 had failed" in waiting.message
+    assert "in barrier" in waiting.traceback
+
+
+@pytest.mark.parametrize(
+    ("function", "name"), [(raise_unpicklable, "LocalError"), (raise_unprintable, "SilentError")]
+)
+def test_exceptions_need_neither_pickle_nor_print(ranks, function, name):
+    error = failures_of(ranks, function)
+    assert error.failures.keys() == {0, 1}
+    assert error.first.type_name.endswith(f"{function.__name__}.<locals>.{name}")
+
+
+def test_exit_is_a_failure_not_the_end_of_the_rank(ranks):
+    error = failures_of(ranks, sys.exit, 0)
+    assert {failure.type_name for failure in error.failures.values()} == {"SystemExit"}
+
+
+def test_a_result_that_cannot_be_pickled_is_that_ranks_failure(ranks):
+    error = failures_of(ranks, return_lock)
+    assert error.first.type_name == "TypeError"
+    assert "return value" in error.first.notes[0]
+
+
+def test_a_crash_comes_before_the_errors_that_it_causes(ranks):
+    error = failures_of(ranks, barrier_unless, 1, kill_self, signal.SIGSEGV)
+    assert error.first.rank == 1
+    assert error.first.kind == "crashed"
+    assert "SIGSEGV" in error.first.message
+    assert "last words" in error.first.output
+    assert "last words" in str(error)
+    assert error.failures[0].kind in {"raised", "killed"}
+
+
+def test_a_process_that_exits_is_a_crash_with_its_status(ranks):
+    error = failures_of(ranks, barrier_unless, 0, os._exit, 3)
+    assert error.first.rank == 0
+    assert "status 3" in error.first.message
+
+
+def test_a_hang_names_the_stuck_ranks_and_their_stacks(ranks, monkeypatch):
+    ranks.run(os.getpid)
+    monkeypatch.setattr(ranks, "timeout", 1.0)
+    error = failures_of(ranks, barrier_unless, 1, time.sleep, 60)
+    assert {failure.kind for failure in error.failures.values()} == {"hung"}
+    assert "within 1 s" in error.first.message
+    assert "in barrier" in error.failures[0].traceback
+    assert "in barrier_unless" in error.failures[1].traceback
+
+
+def test_a_failure_leaves_neither_processes_nor_state(ranks):
+    assert ranks.run(leave_mark) == [1, 1]
+    pids = ranks.pids
+    failures_of(ranks, barrier_unless, 0, raise_with_note)
+    assert not any(map(is_running, pids))
+    assert ranks.run(leave_mark) == [1, 1]
+
+
+@pytest.mark.parametrize("function", [leave_group, open_many_files])
+def test_processes_are_replaced_after_what_a_later_run_would_feel(ranks, function):
+    pids = ranks.run(os.getpid)
+    ranks.run(function)
+    assert not any(map(is_running, pids))
+    assert [found.rank for found in ranks.run(place)] == [0, 1]
+
+
+def test_an_interrupted_run_leaves_nothing_running(ranks):
+    pids = ranks.run(os.getpid)
+    main_thread = threading.get_ident()
+    timer = threading.Timer(0.5, signal.pthread_kill, (main_thread, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run(time.sleep, 60)
+    assert not any(map(is_running, pids))
+
+
+def test_close_leaves_nothing_behind_and_the_pool_usable():
+    pool = RankPool(1, process_group=False)
+    with pool:
+        (pid,) = pool.run(os.getpid)
+    assert pool.pids == ()
+    assert not is_running(pid)
+    with pool:
+        assert pool.run(os.getpid) != [pid]
+
+
+def test_ranks_do_not_outlive_a_killed_caller(tmp_path):
+    script = tmp_path / "caller.py"
+    script.write_text(
+        "import os, time\n"
+        "from polyshard.conformance.pool import RankPool\n"
+        "pool = RankPool(2)\n"
+        "pool.run(os.getpid)\n"
+        "print(*pool.pids, flush=True)\n"
+        "pool.run(time.sleep, 60)\n"
+    )
+    caller = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    with contextlib.closing(caller.stdout):
+        pids = [int(pid) for pid in caller.stdout.readline().split()]
+        caller.kill()
+        caller.wait()
+    assert len(pids) == 2
+    assert wait_until_ended(pids)
+
+
+def test_the_caller_does_not_import_torch():
+    program = "import sys, polyshard.conformance.pool; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
