@@ -1,0 +1,133 @@
+"""Validators and converters for the fields of config classes.
+
+They check types as they are: ``"2"`` is not an int, ``"false"`` is not a bool and ``True`` is
+not an int. Every error says which field of which class, and which distribution ships it. They
+are public because the authors of strategies need the same for their own configs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from attrs import Attribute
+
+from polyshard.discovery import describe_owner
+from polyshard.exceptions import ConfigError
+
+__all__ = [
+    "is_bool",
+    "is_int",
+    "is_number",
+    "is_one_of",
+    "is_str",
+    "optional",
+    "to_dtype_name",
+]
+
+Validator = Callable[[Any, "Attribute[Any]", Any], None]
+
+_DTYPES = {
+    "float64": ("fp64", "double"),
+    "float32": ("fp32", "float"),
+    "float16": ("fp16", "half"),
+    "bfloat16": ("bf16",),
+}
+_DTYPE_NAMES = {
+    spelling: name for name, others in _DTYPES.items() for spelling in (name, *others)
+}
+
+
+def describe_value(value: object) -> str:
+    """Return a value with its type, cut to a readable length, as error messages show it."""
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
+
+
+def _reject(instance: object, attribute: Attribute[Any], value: object, expected: str) -> None:
+    raise ConfigError(
+        f"{type(instance).__name__}.{attribute.name} ({describe_owner(type(instance))}): "
+        f"expected {expected}, found {describe_value(value)}"
+    )
+
+
+def is_bool(instance: object, attribute: Attribute[Any], value: object) -> None:
+    """Accept True and False, and nothing that merely looks like them."""
+    if not isinstance(value, bool):
+        _reject(instance, attribute, value, "true or false")
+
+
+def is_str(instance: object, attribute: Attribute[Any], value: object) -> None:
+    """Accept a non-empty string."""
+    if not isinstance(value, str) or not value:
+        _reject(instance, attribute, value, "a non-empty string")
+
+
+def is_int(minimum: int) -> Validator:
+    """Accept an int of at least ``minimum``; a bool or a float is none."""
+
+    def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            _reject(instance, attribute, value, f"an integer of at least {minimum}")
+
+    return validate
+
+
+def is_number(minimum: float = -math.inf, *, exclusive: bool = False) -> Validator:
+    """Accept a finite int or float of at least (or more than) ``minimum``."""
+    bound = f"more than {minimum}" if exclusive else f"of at least {minimum}"
+    expected = "a finite number" if minimum == -math.inf else f"a finite number {bound}"
+
+    def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not math.isfinite(value)
+            or value < minimum
+            or (exclusive and value == minimum)
+        ):
+            _reject(instance, attribute, value, expected)
+
+    return validate
+
+
+def is_one_of(*choices: object) -> Validator:
+    """Accept exactly these values, where 1 is not True."""
+
+    def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            _reject(instance, attribute, value, "one of " + ", ".join(map(repr, choices)))
+
+    return validate
+
+
+def optional(validator: Validator) -> Validator:
+    """Accept None as well as what ``validator`` accepts."""
+
+    def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
+        if value is not None:
+            validator(instance, attribute, value)
+
+    return validate
+
+
+def to_dtype_name(value: object) -> str | None:
+    """Convert a floating-point dtype in any usual spelling to its name, such as ``"bfloat16"``.
+
+    ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"`` and ``torch.bfloat16`` are the same; None
+    stays None. torch is not imported.
+
+    Raises:
+        ConfigError: The value is no floating-point dtype.
+    """
+    if value is None:
+        return None
+    spelling = value if isinstance(value, str) else str(value)
+    name = _DTYPE_NAMES.get(spelling.lower().removeprefix("torch."))
+    if name is None or not (isinstance(value, str) or type(value).__module__ == "torch"):
+        raise ConfigError(
+            "expected a floating-point dtype such as 'bf16', 'bfloat16', 'torch.bfloat16' or "
+            f"torch.bfloat16 ({', '.join(_DTYPES)}), found {describe_value(value)}"
+        )
+    return name

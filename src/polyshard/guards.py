@@ -1,0 +1,111 @@
+"""Checks for mistakes that would train silently wrong, and what ranks must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from polyshard.config import DistributedConfig
+from polyshard.exceptions import OptimizerError
+from polyshard.registry import default_registry
+
+__all__ = ["facts", "parameters_of", "refuse_replaced_parameters", "remember_replaced"]
+
+# Parameter that a strategy replaced -> its name. Weak, by identity: tensors do not hash by value.
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_watching = False
+
+
+def facts(model: nn.Module, config: DistributedConfig) -> dict[str, str]:
+    """Return what must be the same on every rank, one line per thing that can differ."""
+    info = default_registry().find(config.strategy)
+    parameters = (
+        f"{name} {list(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+        for name, p in model.named_parameters()
+    )
+    return {
+        "plugin": f"{info.name} of {info.origin}",
+        "torch": torch.__version__,
+        "config": "\n".join([type(config).__qualname__, *_lines(config)]),
+        "model": "\n".join([type(model).__qualname__, *parameters]),
+    }
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter by name."""
+    return dict(model.named_parameters())
+
+
+def remember_replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Remember which parameters a strategy replaced, so that no optimizer steps them unnoticed.
+
+    Args:
+        before: The parameters of the model as the user built it.
+        model: The model that the strategy returned.
+    """
+    kept = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in before.items():
+        if id(parameter) not in kept:
+            _replaced[parameter] = name
+    _watch_optimizers()
+
+
+def refuse_replaced_parameters(optimizer: Optimizer) -> None:
+    """Raise if an optimizer holds parameters that no model uses any more.
+
+    Raises:
+        OptimizerError: It was built before ``parallelize`` and not given to it.
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    dead = [_replaced[p] for p in held if p in _replaced]
+    if dead:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}: expected parameters of the parallelized model, found "
+            f"{len(dead)} of {len(held)} that parallelize replaced ({dead[0]}, ...), which get no "
+            "gradients; build the optimizer after parallelize, or pass it: "
+            "parallelize(model, config, optimizer=optimizer)"
+        )
+
+
+def _watch_optimizers() -> None:
+    """Check each optimizer of the process before it steps, through torch's own global hook."""
+    global _watching
+    if not _watching:
+        _watching = True
+        register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    # One look at the first parameter: an optimizer is built before or after, not half.
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter in _replaced:
+                refuse_replaced_parameters(optimizer)
+            return
+
+
+def _lines(config: DistributedConfig) -> list[str]:
+    return [
+        f"{a.name}={_plain(getattr(config, a.name))}"
+        for a in attrs.fields(type(config))
+    ]
+
+
+def _plain(value: object) -> str:
+    """Write a value such that equal ones look equal on every rank: no addresses of objects."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {_plain(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_plain, value)) + "]"
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if attrs.has(type(value)):
+        return f"{type(value).__qualname__}({attrs.asdict(value)})"  # type: ignore[call-overload]
+    return getattr(value, "__qualname__", type(value).__qualname__)

@@ -1,0 +1,201 @@
+"""Parallelism sizes, and the device mesh that they make."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from enum import StrEnum
+from typing import TYPE_CHECKING, Self
+
+from attrs import evolve, field, frozen
+
+from polyshard.exceptions import MeshError
+from polyshard.fields import is_int, optional
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["MeshAxisName", "MeshContext", "ParallelismSizes", "device_type", "world_mesh"]
+
+
+class MeshAxisName(StrEnum):
+    """The names of mesh dimensions. Members equal their strings."""
+
+    PP = "pp"
+    DP = "dp"
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    DP_SHARD_CP = "dp_shard_cp"
+    DP_CP = "dp_cp"
+    CP = "cp"
+    TP = "tp"
+    EP = "ep"
+    EP_SHARD = "ep_shard"
+
+
+@frozen(kw_only=True)
+class ParallelismSizes:
+    """In how many parts each kind of parallelism divides the ranks.
+
+    The sizes multiply to the number of ranks. ``dp_size`` counts all data-parallel ranks and
+    may be left out, to be inferred; ``dp_replicate_size`` says how many replicas they form
+    (HSDP), each of ``dp_size / dp_replicate_size`` ranks that share one copy.
+
+    Attributes:
+        dp_size: Data-parallel ranks; None infers them from the number of ranks.
+        dp_replicate_size: Replicas among them; None or 1 is a single one.
+        tp_size: Tensor-parallel ranks.
+        pp_size: Pipeline-parallel ranks.
+        cp_size: Context-parallel ranks.
+        ep_size: Expert-parallel ranks.
+    """
+
+    dp_size: int | None = field(default=None, validator=optional(is_int(1)))
+    dp_replicate_size: int | None = field(default=None, validator=optional(is_int(1)))
+    tp_size: int = field(default=1, validator=is_int(1))
+    pp_size: int = field(default=1, validator=is_int(1))
+    cp_size: int = field(default=1, validator=is_int(1))
+    ep_size: int = field(default=1, validator=is_int(1))
+
+    def resolve(self, world_size: int) -> Self:
+        """Return the sizes with ``dp_size`` filled in, checked against the number of ranks.
+
+        Raises:
+            MeshError: They do not multiply to it; the message names each size.
+        """
+        others = self.tp_size * self.pp_size * self.cp_size * self.ep_size
+        dp_size = world_size // others if self.dp_size is None else self.dp_size
+        replicas = self.dp_replicate_size or 1
+        if dp_size * others != world_size or dp_size % replicas != 0:
+            raise MeshError(
+                f"expected sizes that multiply to the {world_size} ranks of the job, with "
+                f"dp_replicate_size dividing dp_size; found {self._listed()}"
+            )
+        return evolve(self, dp_size=dp_size)
+
+    def _listed(self) -> str:
+        return (
+            f"dp_size={self.dp_size}, dp_replicate_size={self.dp_replicate_size}, "
+            f"tp_size={self.tp_size}, pp_size={self.pp_size}, cp_size={self.cp_size}, "
+            f"ep_size={self.ep_size}"
+        )
+
+    def axes(self) -> dict[MeshAxisName, int]:
+        """Return the mesh dimensions of resolved sizes, outermost first.
+
+        Dimensions of size 1 are left out, except that data parallelism always has one.
+        """
+        if self.dp_size is None:
+            raise MeshError("expected resolved sizes, found dp_size=None; call resolve() first")
+        replicas = self.dp_replicate_size or 1
+        axes = {MeshAxisName.PP: self.pp_size}
+        if replicas > 1:
+            axes[MeshAxisName.DP_REPLICATE] = replicas
+            axes[MeshAxisName.DP_SHARD] = self.dp_size // replicas
+        else:
+            axes[MeshAxisName.DP] = self.dp_size
+        axes |= {
+            MeshAxisName.EP: self.ep_size,
+            MeshAxisName.CP: self.cp_size,
+            MeshAxisName.TP: self.tp_size,
+        }
+        always = (MeshAxisName.DP, MeshAxisName.DP_SHARD)
+        return {name: size for name, size in axes.items() if size > 1 or name in always}
+
+
+@frozen
+class MeshContext:
+    """The live mesh of a job, None in a process without a process group.
+
+    Attributes:
+        mesh: The device mesh, its dimensions named by ``MeshAxisName``.
+    """
+
+    mesh: DeviceMesh | None = None
+
+    @classmethod
+    def build(
+        cls,
+        sizes: ParallelismSizes,
+        *,
+        device: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> MeshContext:
+        """Make the mesh of these sizes over all ranks of the job.
+
+        Args:
+            sizes: Resolved or not.
+            device: Type of the device, such as ``"cpu"`` (default: by the job's backend).
+            timeout: Of every group that is made (default: the job's).
+
+        Raises:
+            MeshError: The sizes do not multiply to the number of ranks.
+        """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if not dist.is_initialized():
+            sizes.resolve(1)
+            return cls(None)
+        axes = sizes.resolve(dist.get_world_size()).axes()
+        names = tuple(str(name) for name in axes)
+        backends = None
+        if timeout is not None and len(axes) > 1:
+            backends = dict.fromkeys(names, _backend_with(timeout))
+        mesh = init_device_mesh(
+            device or device_type(),
+            tuple(axes.values()),
+            mesh_dim_names=names,
+            **({"backend_override": backends} if backends else {}),
+        )
+        return cls(mesh)
+
+    def size(self, axis: MeshAxisName | str) -> int | None:
+        """Return the size of an axis: 1 for one that the mesh lacks, None for ``dp`` without mesh.
+
+        Raises:
+            MeshError: No axis has that name.
+        """
+        name = self._known(axis)
+        if self.mesh is None:
+            return None if name is MeshAxisName.DP else 1
+        names = self.mesh.mesh_dim_names or ()
+        if name in names:
+            return self.mesh.size(names.index(name))
+        if name is MeshAxisName.DP:
+            parts = (MeshAxisName.DP_REPLICATE, MeshAxisName.DP_SHARD)
+            return math.prod(self.mesh.size(names.index(p)) for p in parts if p in names)
+        return 1
+
+    @staticmethod
+    def _known(axis: MeshAxisName | str) -> MeshAxisName:
+        try:
+            return MeshAxisName(axis)
+        except ValueError:
+            raise MeshError(
+                f"expected one of the mesh axes {', '.join(MeshAxisName)}, found {axis!r}"
+            ) from None
+
+
+def device_type() -> str:
+    """Return the device type of the job's default process group: what its backend computes on."""
+    import torch.distributed as dist
+
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+
+
+def world_mesh() -> DeviceMesh | None:
+    """Return a mesh of one dimension, ``dp``, over all ranks; None without a process group."""
+    return MeshContext.build(ParallelismSizes()).mesh
+
+
+def _backend_with(timeout: timedelta) -> tuple[str, object]:
+    import torch.distributed as dist
+
+    if "nccl" in dist.get_backend_config():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return "nccl", options
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    return "gloo", gloo

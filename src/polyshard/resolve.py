@@ -1,0 +1,66 @@
+"""resolve_config: a name, an alias, a mapping or an instance becomes a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import evolve
+
+from polyshard.config import DistributedConfig
+from polyshard.exceptions import ConfigError
+from polyshard.fields import describe_value
+from polyshard.registry import StrategyRegistry, default_registry
+from polyshard.structuring import KeyPathError, structure, structure_config
+
+__all__ = ["resolve_config"]
+
+
+def resolve_config(
+    strategy: str | Mapping[str, Any] | DistributedConfig,
+    *,
+    registry: StrategyRegistry | None = None,
+    **options: Any,
+) -> DistributedConfig:
+    """Return the config that is meant, checked; neither torch nor the plugin is imported.
+
+    Args:
+        strategy: A strategy's name or alias in any case, a mapping with the name under
+            ``"strategy"``, or a config, to which ``options`` are then applied.
+        registry: Where the name is looked up (default: the registry of this process).
+        **options: Fields of the config.
+
+    Raises:
+        StrategyNotFoundError: No installed strategy has that name.
+        ConfigError: A key is unknown or a value is not what its field accepts.
+    """
+    if isinstance(strategy, DistributedConfig):
+        return _evolve(strategy, options)
+    if isinstance(strategy, Mapping):
+        options = {**strategy, **options}
+        strategy = _name_in(options)
+    if not isinstance(strategy, str):
+        raise ConfigError(
+            "expected the name of a strategy, a mapping or a DistributedConfig, found "
+            + describe_value(strategy)
+        )
+    options.pop("strategy", None)
+    cls = (registry or default_registry()).config_class(strategy)
+    return structure_config(options, cls)
+
+
+def _evolve(config: DistributedConfig, options: dict[str, Any]) -> DistributedConfig:
+    if not options:
+        return config
+    # Structuring first, so that an unknown key is reported as it is for a mapping.
+    structure(options, type(config))
+    return evolve(config, **options)
+
+
+def _name_in(options: dict[str, Any]) -> str:
+    name = options.get("strategy")
+    if not isinstance(name, str):
+        raise KeyPathError(
+            f"expected the name of a strategy, found {describe_value(name)}", ("strategy",)
+        )
+    return name

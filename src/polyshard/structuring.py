@@ -1,0 +1,183 @@
+"""Config objects from plain mappings and back, strictly.
+
+cattrs walks the classes; what is added here is that an unknown key is an error that names the
+nearest valid one, that values are taken with the types they have, and that the error knows the
+path to the key, so that a file reader can add the line.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import attrs
+import cattrs
+from cattrs.errors import (
+    AttributeValidationNote,
+    BaseValidationError,
+    ForbiddenExtraKeysError,
+    IterableValidationNote,
+)
+
+from polyshard.config import DistributedConfig
+from polyshard.discovery import describe_owner
+from polyshard.exceptions import ConfigError
+from polyshard.fields import describe_value
+
+__all__ = ["KeyPathError", "structure", "structure_config", "unstructure"]
+
+T = TypeVar("T")
+Config = TypeVar("Config", bound=DistributedConfig)
+Path = tuple[str | int, ...]
+
+
+class KeyPathError(ConfigError):
+    """A ConfigError that knows where in the mapping the fault is.
+
+    Attributes:
+        path: Keys from the root of the mapping to the fault.
+        problem: The message without the path.
+    """
+
+    def __init__(self, problem: str, path: Path) -> None:
+        self.path = path
+        self.problem = problem
+        where = ".".join(map(str, path))
+        super().__init__(f"{where}: {problem}" if where else problem)
+
+
+def structure(value: object, cls: type[T], *, path: Path = ()) -> T:
+    """Build an instance of an attrs class from a mapping of plain values.
+
+    Args:
+        value: The mapping; nested attrs classes are mappings inside it.
+        cls: The attrs class.
+        path: Where the mapping stands in a larger one, for the error.
+
+    Raises:
+        KeyPathError: The first fault found, with its path.
+    """
+    if isinstance(value, cls):
+        return value
+    if not isinstance(value, Mapping):
+        raise KeyPathError(f"expected a mapping, found {describe_value(value)}", path)
+    for key in value:
+        if not isinstance(key, str):
+            raise KeyPathError(f"expected keys that are strings, found {describe_value(key)}", path)
+    try:
+        return _converter.structure(value, cls)
+    except BaseValidationError as error:
+        fault = next(_faults(error, path))
+        raise fault from fault.__cause__
+
+
+def structure_config(options: Mapping[str, Any], cls: type[Config], *, path: Path = ()) -> Config:
+    """Build a strategy's config from a mapping, whose ``"strategy"`` key may be left out."""
+    if not isinstance(options, Mapping):
+        raise KeyPathError(f"expected a mapping, found {describe_value(options)}", path)
+    named = options.get("strategy", cls.strategy)
+    if named != cls.strategy:
+        raise KeyPathError(
+            f"expected {cls.strategy!r}, the strategy of {cls.__name__}, "
+            f"found {describe_value(named)}",
+            (*path, "strategy"),
+        )
+    fields = {key: value for key, value in options.items() if key != "strategy"}
+    return structure(fields, cls, path=path)
+
+
+def unstructure(config: object) -> dict[str, Any]:
+    """Return an attrs instance as plain values that YAML and JSON can hold.
+
+    Raises:
+        KeyPathError: A field holds something else.
+    """
+    plain: dict[str, Any] = attrs.asdict(
+        config,  # type: ignore[arg-type]
+        value_serializer=_serialize,
+    )
+    return plain
+
+
+def nearest(word: str, candidates: typing.Iterable[str]) -> str:
+    """Return ``" (did you mean 'x'?)"`` for the closest candidate, or an empty string."""
+    close = get_close_matches(word, list(candidates), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _serialize(instance: object, attribute: attrs.Attribute[Any] | None, value: object) -> object:
+    if value is None or isinstance(value, bool | int | float | str | Mapping | list | tuple):
+        return list(value) if isinstance(value, tuple) else value
+    if attrs.has(type(value)):
+        return value
+    name = attribute.name if attribute is not None else type(instance).__name__
+    raise KeyPathError(
+        f"a file cannot hold {describe_value(value)}; write this field as plain values", (name,)
+    )
+
+
+def _faults(error: BaseException, path: Path) -> Iterator[KeyPathError]:
+    """Turn cattrs' tree of exceptions into a flat sequence of errors with paths."""
+    if isinstance(error, BaseValidationError):
+        for inner in error.exceptions:
+            yield from _faults(inner, (*path, *_steps(inner)))
+    elif isinstance(error, ForbiddenExtraKeysError):
+        valid = [a.name for a in attrs.fields(error.cl)]
+        for key in sorted(error.extra_fields):
+            problem = (
+                f"{error.cl.__name__} ({describe_owner(error.cl)}) has no field {key!r}"
+                f"{nearest(key, valid)}; its fields are {', '.join(valid) or 'none'}"
+            )
+            fault = KeyPathError(problem, (*path, key))
+            fault.__cause__ = error
+            yield fault
+    else:
+        fault = KeyPathError(_message(error), path)
+        fault.__cause__ = error
+        yield fault
+
+
+def _steps(error: BaseException) -> Iterator[str | int]:
+    for note in getattr(error, "__notes__", ()):
+        if isinstance(note, AttributeValidationNote):
+            yield note.name
+        elif isinstance(note, IterableValidationNote):
+            yield note.index
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, KeyError):
+        return f"the required key {error.args[0]!r} is missing"
+    return str(error)
+
+
+def _is_attrs(annotation: object) -> bool:
+    """Whether a field of this type is a nested config: an attrs class, perhaps optional."""
+    return attrs.has(_without_none(annotation))
+
+
+def _without_none(annotation: Any) -> Any:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        others = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return others[0] if len(others) == 1 else annotation
+    return annotation
+
+
+def _structure_nested(value: object, annotation: Any) -> object:
+    if value is None and _without_none(annotation) is not annotation:
+        return None
+    return structure(value, _without_none(annotation))
+
+
+# What is not an attrs class reaches its field unchanged, for the field's own validator to judge.
+_converter = cattrs.Converter(forbid_extra_keys=True, prefer_attrib_converters=True)
+_converter.register_structure_hook_func(
+    lambda annotation: not _is_attrs(annotation), lambda value, _: value
+)
+_converter.register_structure_hook_func(
+    lambda annotation: _is_attrs(annotation) and _without_none(annotation) is not annotation,
+    _structure_nested,
+)
