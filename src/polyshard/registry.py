@@ -101,6 +101,24 @@ class StrategyRegistry:
             )
         return cls
 
+    def load(self, name: str) -> object:
+        """Import a strategy's plugin, check it, and return it; the hooks that need it do the same.
+
+        Raises:
+            StrategyNotFoundError: No installed strategy has that name.
+            PluginError: The plugin does not follow the hook interface.
+            PluginLoadError: It cannot be imported.
+        """
+        with self._lock:
+            info = self.find(name)
+            if info.name in self._loaded:
+                return self._loaded[info.name]
+            if info.entry_point is None:
+                raise PluginError(f"strategy {info.name!r}: {info.problem}")
+            plugin = _load(info.entry_point, info)
+            self._add(plugin, info)
+            return plugin
+
     def register(
         self, plugin: object, *, config_class: type[DistributedConfig], aliases: tuple[str, ...] = ()
     ) -> None:
@@ -199,19 +217,8 @@ class StrategyRegistry:
                 f"({describe_owner(type(config))}); {self._installed_text()}"
             )
         if name not in self._named:
-            self._named[name] = self._load_plugin(name)
+            self._named[name] = self.load(name)
         return self._named[name]
-
-    def _load_plugin(self, name: str) -> object:
-        with self._lock:
-            info = self.find(name)
-            if info.name in self._loaded:
-                return self._loaded[info.name]
-            if info.entry_point is None:
-                raise PluginError(f"strategy {info.name!r}: {info.problem}")
-            plugin = _load(info.entry_point, info)
-            self._add(plugin, info)
-            return plugin
 
     def _add(self, plugin: object, info: StrategyInfo) -> None:
         self._check_and_register(plugin, f"strategy {info.name!r}", info.origin)

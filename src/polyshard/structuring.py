@@ -124,6 +124,9 @@ def _faults(error: BaseException, path: Path) -> Iterator[KeyPathError]:
     if isinstance(error, BaseValidationError):
         for inner in error.exceptions:
             yield from _faults(inner, (*path, *_steps(inner)))
+    elif isinstance(error, KeyPathError):
+        # From a converter that structures on its own, such as resolve_config.
+        yield KeyPathError(error.problem, (*path, *error.path))
     elif isinstance(error, ForbiddenExtraKeysError):
         valid = [a.name for a in attrs.fields(error.cl)]
         for key in sorted(error.extra_fields):

@@ -1,0 +1,5 @@
+"""The ``polyshard`` command."""
+
+from polyshard.cli.app import main as main
+
+__all__ = ["main"]

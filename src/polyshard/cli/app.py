@@ -1,0 +1,63 @@
+"""The command group, and how errors become messages and exit statuses."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from polyshard import __version__
+from polyshard.cli.strategies import strategies
+from polyshard.exceptions import ConfigError, PolyshardError, StrategyNotFoundError
+
+__all__ = ["main"]
+
+SUCCESS = 0
+FAILED_RUN = 1
+USAGE_ERROR = 2
+
+#: What the user asked for cannot be done as asked; nothing was started.
+_USAGE_ERRORS = (ConfigError, StrategyNotFoundError)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="polyshard")
+def polyshard() -> None:
+    """Train a PyTorch model under any installed strategy, and prove strategies equal."""
+
+
+polyshard.add_command(strategies)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and exit.
+
+    The status is 0 after success, 1 after a run that failed or came out unequal, 2 for a usage
+    error, and 128 plus the signal's number after an interruption.
+
+    Args:
+        arguments: What to run (default: ``sys.argv``).
+    """
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        status = polyshard.main(arguments, prog_name="polyshard", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except _USAGE_ERRORS as error:
+        return _report(error, USAGE_ERROR)
+    except PolyshardError as error:
+        return _report(error, FAILED_RUN)
+    return status if isinstance(status, int) else SUCCESS
+
+
+def _report(error: PolyshardError, status: int) -> int:
+    click.echo(f"polyshard: error: {error}", err=True)
+    for note in getattr(error, "__notes__", ()):
+        click.echo(note, err=True)
+    return status

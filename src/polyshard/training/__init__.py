@@ -1,0 +1,1 @@
+"""The training that the ``polyshard`` command runs: a small language model on text."""
