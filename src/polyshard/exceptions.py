@@ -8,6 +8,7 @@ __all__ = [
     "ConfigError",
     "LaunchError",
     "MeshError",
+    "ModelError",
     "OptimizerError",
     "OptimizerNotShardableError",
     "PeerFailedError",
@@ -27,11 +28,23 @@ class PolyshardError(Exception):
 
 
 class ConfigError(PolyshardError, ValueError):
-    """A config value, key or file is not what its field accepts."""
+    """A config value, key or file is not what its field accepts.
+
+    Attributes:
+        field: Name of the field at fault; None where no single one is.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class MeshError(PolyshardError, ValueError):
     """Parallelism sizes or a device mesh do not fit the job or the strategy."""
+
+
+class ModelError(PolyshardError, ValueError):
+    """The model cannot be distributed as it is."""
 
 
 class UnitError(PolyshardError, ValueError):

@@ -1,0 +1,132 @@
+"""Optimizers that were built before the model was distributed, and the names that bind them.
+
+A strategy that replaces Parameter objects records the names that an optimizer's parameters have
+before it wraps the model, and rebinds the optimizer by those names afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from polyshard.exceptions import OptimizerError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from collections.abc import Mapping
+
+__all__ = [
+    "canonical_name",
+    "canonical_parameters",
+    "record_names",
+    "rebind",
+    "shard_like",
+]
+
+#: What activation checkpointing and ``torch.compile`` put between the parts of a name.
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def canonical_name(name: str) -> str:
+    """Return the name that a parameter or buffer has in the model as the user built it.
+
+    The parts that DDP, activation checkpointing and ``torch.compile`` add are dropped.
+    """
+    return _without_inner_wrappers(name).removeprefix("module.")
+
+
+def canonical_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter under each of its names, without the wrappers inside the model.
+
+    A tied parameter stands under all its names. ``model`` is the user's own root module: a
+    wrapper around it, such as DDP's, is not looked through.
+    """
+    return {
+        _without_inner_wrappers(name): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+def record_names(optimizer: Optimizer, model: nn.Module) -> dict[Tensor, str]:
+    """Return the name of each parameter that the optimizer holds, for ``rebind``.
+
+    Args:
+        optimizer: Built on the parameters of ``model``.
+        model: The model before it is wrapped.
+
+    Raises:
+        OptimizerError: The optimizer holds parameters that are not the model's.
+    """
+    known: dict[Tensor, str] = {}
+    for name, parameter in canonical_parameters(model).items():
+        known.setdefault(parameter, name)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(parameter not in known for parameter in held)
+    if foreign:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}: expected the parameters of the {type(model).__name__} "
+            f"that is parallelized, found {foreign} of {len(held)} that are not; build the "
+            "optimizer on this model's parameters"
+        )
+    return {parameter: known[parameter] for parameter in held}
+
+
+def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], model: nn.Module) -> None:
+    """Put the model's present parameters in the places of those that the optimizer held.
+
+    Groups and their options stay, and so do the lists of parameters, which some optimizers hold
+    on to. State moves to the new parameter; where that is a DTensor, each rank keeps its part of
+    the state tensors of the parameter's size.
+
+    Args:
+        optimizer: Changed in place.
+        names: What ``record_names`` returned.
+        model: The user's own root module, wrapped inside or not.
+
+    Raises:
+        OptimizerError: State of another size than its parameter cannot be sharded.
+    """
+    present = canonical_parameters(model)
+    for group in optimizer.param_groups:
+        group["params"][:] = [present[names[parameter]] for parameter in group["params"]]
+    for old, name in names.items():
+        state = optimizer.state.pop(old, None)
+        if state is not None:
+            new = present[name]
+            optimizer.state[new] = {
+                key: _follow(value, old, new, f"{type(optimizer).__name__} state {key!r} of {name}")
+                for key, value in state.items()
+            }
+
+
+def shard_like(full: Tensor, like: DTensor) -> DTensor:
+    """Cut a tensor that every rank holds in full to the part that ``like`` has here.
+
+    No rank sends anything; the result is a copy on the device of ``like``.
+    """
+    return distribute_tensor(
+        full.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
+    )
+
+
+def _follow(value: Any, old: Tensor, new: Tensor, what: str) -> Any:
+    """Return one piece of state in the layout and on the device of the new parameter."""
+    if not isinstance(value, Tensor) or value.numel() == 1 != new.numel():
+        return value
+    if isinstance(new, DTensor) and not isinstance(value, DTensor):
+        if value.shape != new.shape:
+            raise OptimizerError(
+                f"{what}: expected a scalar or the shape {list(new.shape)} of the parameter, found "
+                f"{list(value.shape)}, which cannot be sharded with it; build the optimizer after "
+                "parallelize, or before its first step"
+            )
+        return shard_like(value, new)
+    return value.to(new.device) if value.device == old.device else value
+
+
+def _without_inner_wrappers(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

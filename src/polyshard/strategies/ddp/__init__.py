@@ -1,0 +1,1 @@
+"""DistributedDataParallel: every rank holds the whole model and gradients are averaged."""
