@@ -58,7 +58,7 @@ _HOMES = {
     "resolve_config": "polyshard.resolve",
 }
 
-__all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 (the names are those of _HOMES)
+__all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> object:

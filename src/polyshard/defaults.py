@@ -109,9 +109,7 @@ def _group_total(
 def _shard_group(parameter: Tensor) -> _ShardGroup:
     if not isinstance(parameter, DTensor):
         return _ShardGroup(None, ())
-    dims = tuple(
-        dim for dim, place in enumerate(parameter.placements) if not place.is_replicate()
-    )
+    dims = tuple(dim for dim, place in enumerate(parameter.placements) if not place.is_replicate())
     return _ShardGroup(parameter.device_mesh, dims)
 
 

@@ -18,6 +18,7 @@ from polyshard.exceptions import ConfigError
 
 __all__ = [
     "is_bool",
+    "is_dtype",
     "is_int",
     "is_number",
     "is_one_of",
@@ -34,9 +35,7 @@ _DTYPES = {
     "float16": ("fp16", "half"),
     "bfloat16": ("bf16",),
 }
-_DTYPE_NAMES = {
-    spelling: name for name, others in _DTYPES.items() for spelling in (name, *others)
-}
+_DTYPE_NAMES = {spelling: name for name, others in _DTYPES.items() for spelling in (name, *others)}
 
 
 def describe_value(value: object) -> str:
@@ -48,7 +47,8 @@ def describe_value(value: object) -> str:
 def _reject(instance: object, attribute: Attribute[Any], value: object, expected: str) -> None:
     raise ConfigError(
         f"{type(instance).__name__}.{attribute.name} ({describe_owner(type(instance))}): "
-        f"expected {expected}, found {describe_value(value)}"
+        f"expected {expected}, found {describe_value(value)}",
+        field=attribute.name,
     )
 
 
@@ -112,22 +112,22 @@ def optional(validator: Validator) -> Validator:
     return validate
 
 
-def to_dtype_name(value: object) -> str | None:
+def to_dtype_name(value: object) -> Any:
     """Convert a floating-point dtype in any usual spelling to its name, such as ``"bfloat16"``.
 
-    ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"`` and ``torch.bfloat16`` are the same; None
-    stays None. torch is not imported.
-
-    Raises:
-        ConfigError: The value is no floating-point dtype.
+    ``"bf16"``, ``"bfloat16"``, ``"torch.bfloat16"`` and ``torch.bfloat16`` are the same. What is
+    no such dtype is returned as it is, for ``is_dtype`` to refuse. torch is not imported.
     """
-    if value is None:
-        return None
-    spelling = value if isinstance(value, str) else str(value)
-    name = _DTYPE_NAMES.get(spelling.lower().removeprefix("torch."))
-    if name is None or not (isinstance(value, str) or type(value).__module__ == "torch"):
-        raise ConfigError(
-            "expected a floating-point dtype such as 'bf16', 'bfloat16', 'torch.bfloat16' or "
-            f"torch.bfloat16 ({', '.join(_DTYPES)}), found {describe_value(value)}"
+    if isinstance(value, str) or type(value).__module__ == "torch":
+        return _DTYPE_NAMES.get(str(value).lower().removeprefix("torch."), value)
+    return value
+
+
+def is_dtype(instance: object, attribute: Attribute[Any], value: object) -> None:
+    """Accept the name of a floating-point dtype, as ``to_dtype_name`` writes it."""
+    if not isinstance(value, str) or value not in _DTYPES:
+        expected = (
+            "a floating-point dtype such as 'bf16', 'bfloat16', 'torch.bfloat16' or "
+            f"torch.bfloat16 ({', '.join(_DTYPES)})"
         )
-    return name
+        _reject(instance, attribute, value, expected)

@@ -91,11 +91,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             return
 
 
-def _lines(config: DistributedConfig) -> list[str]:
-    return [
-        f"{a.name}={_plain(getattr(config, a.name))}"
-        for a in attrs.fields(type(config))
-    ]
+def _lines(config: Any) -> list[str]:
+    return [f"{a.name}={_plain(getattr(config, a.name))}" for a in attrs.fields(type(config))]
 
 
 def _plain(value: object) -> str:
@@ -107,5 +104,5 @@ def _plain(value: object) -> str:
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if attrs.has(type(value)):
-        return f"{type(value).__qualname__}({attrs.asdict(value)})"  # type: ignore[call-overload]
+        return "\n".join([type(value).__qualname__, *_lines(value)])
     return getattr(value, "__qualname__", type(value).__qualname__)

@@ -47,9 +47,7 @@ def parallelize(
 
 
 @hookspec(firstresult=True)
-def shard_optimizer(
-    config: DistributedConfig, model: nn.Module, optimizer: Optimizer
-) -> Optimizer:
+def shard_optimizer(config: DistributedConfig, model: nn.Module, optimizer: Optimizer) -> Optimizer:
     """Shard an optimizer that was built on the parallelized model, and return the one to step.
 
     Called once per optimizer, after ``parallelize``, with more than one rank only; the strategy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Self
 
@@ -119,14 +118,12 @@ class MeshContext:
         sizes: ParallelismSizes,
         *,
         device: str | None = None,
-        timeout: timedelta | None = None,
     ) -> MeshContext:
         """Make the mesh of these sizes over all ranks of the job.
 
         Args:
             sizes: Resolved or not.
             device: Type of the device, such as ``"cpu"`` (default: by the job's backend).
-            timeout: Of every group that is made (default: the job's).
 
         Raises:
             MeshError: The sizes do not multiply to the number of ranks.
@@ -139,15 +136,7 @@ class MeshContext:
             return cls(None)
         axes = sizes.resolve(dist.get_world_size()).axes()
         names = tuple(str(name) for name in axes)
-        backends = None
-        if timeout is not None and len(axes) > 1:
-            backends = dict.fromkeys(names, _backend_with(timeout))
-        mesh = init_device_mesh(
-            device or device_type(),
-            tuple(axes.values()),
-            mesh_dim_names=names,
-            **({"backend_override": backends} if backends else {}),
-        )
+        mesh = init_device_mesh(device or device_type(), tuple(axes.values()), mesh_dim_names=names)
         return cls(mesh)
 
     def size(self, axis: MeshAxisName | str) -> int | None:
@@ -187,15 +176,3 @@ def device_type() -> str:
 def world_mesh() -> DeviceMesh | None:
     """Return a mesh of one dimension, ``dp``, over all ranks; None without a process group."""
     return MeshContext.build(ParallelismSizes()).mesh
-
-
-def _backend_with(timeout: timedelta) -> tuple[str, object]:
-    import torch.distributed as dist
-
-    if "nccl" in dist.get_backend_config():
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return "nccl", options
-    gloo = dist.ProcessGroupGloo._Options()
-    gloo._timeout = timeout
-    return "gloo", gloo

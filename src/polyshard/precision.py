@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from polyshard.fields import is_bool, to_dtype_name
+from polyshard.fields import is_bool, is_dtype, optional, to_dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -28,9 +28,15 @@ class MixedPrecision:
         cast_forward_inputs: Whether floating-point inputs are cast to ``param_dtype``.
     """
 
-    param_dtype: str | None = field(default="bfloat16", converter=to_dtype_name)
-    reduce_dtype: str | None = field(default="float32", converter=to_dtype_name)
-    output_dtype: str | None = field(default="float32", converter=to_dtype_name)
+    param_dtype: str | None = field(
+        default="bfloat16", converter=to_dtype_name, validator=optional(is_dtype)
+    )
+    reduce_dtype: str | None = field(
+        default="float32", converter=to_dtype_name, validator=optional(is_dtype)
+    )
+    output_dtype: str | None = field(
+        default="float32", converter=to_dtype_name, validator=optional(is_dtype)
+    )
     cast_forward_inputs: bool = field(default=True, validator=is_bool)
 
 

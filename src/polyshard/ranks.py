@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from polyshard.exceptions import PeerFailedError, RanksDisagreeError
 
@@ -97,7 +98,7 @@ class _Meeting:
         self._size = size
         self._rank = dist.get_rank()
         # The store of the default group is the one channel that needs no other rank to answer.
-        self._store = dist.PrefixStore(key, dist.distributed_c10d._get_default_store())
+        self._store = distributed_c10d.PrefixStore(key, distributed_c10d._get_default_store())
 
     def report_failure(self, error: BaseException) -> None:
         """Record this rank's error unless another came first; then raise if it caused ours."""
@@ -164,6 +165,6 @@ def _difference(name: str, first: int, theirs: str, rank: int, ours: str) -> str
         if their_line != our_line:
             return f"{name} {their_line!r} on rank {first} and {our_line!r} on rank {rank}"
     return (
-        f"{name} with {len(their_lines)} entries on rank {first} and {len(our_lines)} "
+        f"{name} with {len(their_lines)} entries on rank {first} and with {len(our_lines)} entries "
         f"on rank {rank}"
     )

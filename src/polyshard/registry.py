@@ -120,7 +120,11 @@ class StrategyRegistry:
             return plugin
 
     def register(
-        self, plugin: object, *, config_class: type[DistributedConfig], aliases: tuple[str, ...] = ()
+        self,
+        plugin: object,
+        *,
+        config_class: type[DistributedConfig],
+        aliases: tuple[str, ...] = (),
     ) -> None:
         """Add a strategy that no entry point announces, under its config class's name.
 
@@ -229,7 +233,8 @@ class StrategyRegistry:
         try:
             self._manager.register(plugin, who)
         except PluginValidationError as error:
-            self._manager.unregister(plugin)
+            if self._manager.is_registered(plugin):
+                self._manager.unregister(plugin)
             raise PluginError(
                 f"{who} ({owner}): {error}; this is version {hookspecs.API_VERSION} of the hook "
                 "interface, see polyshard.hookspecs for the arguments of each hook"

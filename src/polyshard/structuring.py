@@ -21,6 +21,7 @@ from cattrs.errors import (
     ForbiddenExtraKeysError,
     IterableValidationNote,
 )
+from cattrs.gen import make_dict_structure_fn, override
 
 from polyshard.config import DistributedConfig
 from polyshard.discovery import describe_owner
@@ -137,8 +138,11 @@ def _faults(error: BaseException, path: Path) -> Iterator[KeyPathError]:
             fault = KeyPathError(problem, (*path, key))
             fault.__cause__ = error
             yield fault
+    elif isinstance(error, KeyPathError):
+        yield KeyPathError(error.problem, (*path, *error.path))
     else:
-        fault = KeyPathError(_message(error), path)
+        name = error.field if isinstance(error, ConfigError) else None
+        fault = KeyPathError(_message(error), path if name is None else (*path, name))
         fault.__cause__ = error
         yield fault
 
@@ -175,12 +179,34 @@ def _structure_nested(value: object, annotation: Any) -> object:
     return structure(value, _without_none(annotation))
 
 
-# What is not an attrs class reaches its field unchanged, for the field's own validator to judge.
-_converter = cattrs.Converter(forbid_extra_keys=True, prefer_attrib_converters=True)
-_converter.register_structure_hook_func(
-    lambda annotation: not _is_attrs(annotation), lambda value, _: value
-)
-_converter.register_structure_hook_func(
-    lambda annotation: _is_attrs(annotation) and _without_none(annotation) is not annotation,
-    _structure_nested,
-)
+def _pass_through(value: object, _: object) -> object:
+    """Leave a value for its field's own validator to judge."""
+    return value
+
+
+def _annotation(cls: type, attribute: attrs.Attribute[Any]) -> object:
+    """Return the type of a field, None if it names something imported for type checkers only."""
+    try:
+        return typing.get_type_hints(cls)[attribute.name]
+    except NameError:
+        return None
+
+
+def _structure_hook(cls: type[Any], converter: cattrs.Converter) -> Any:
+    """Make the function that builds one attrs class: nested ones by type, all else as it is."""
+    overrides = {}
+    for attribute in attrs.fields(cls):
+        nested = _is_attrs(_annotation(cls, attribute))
+        overrides[attribute.name] = override(
+            struct_hook=_structure_nested if nested else _pass_through
+        )
+    return make_dict_structure_fn(
+        cls,
+        converter,
+        _cattrs_forbid_extra_keys=True,
+        **overrides,  # type: ignore[arg-type]
+    )
+
+
+_converter = cattrs.Converter()
+_converter.register_structure_hook_factory(attrs.has, _structure_hook)
