@@ -1,0 +1,155 @@
+"""Models small enough to train in a millisecond, each with one thing that strategies get wrong.
+
+They predict the next token. Sizes do not divide evenly by 2 or 4 everywhere, and some parameters
+have fewer rows than there are ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["BATCH", "MODELS", "Block", "TinyModel", "build_model", "global_batch", "loss_of"]
+
+VOCABULARY = 33
+WIDTH = 16
+LENGTH = 6
+BLOCKS = 3
+
+#: Sequences in one global batch: three microbatches of a size that 1, 2, 4 and 8 ranks share.
+BATCH = 24
+
+
+class Block(nn.Module):
+    """A residual block, the unit that strategies wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the block's output, of the shape of ``hidden``: (batch, length, width)."""
+        update: Tensor = self.down(F.silu(self.up(self.norm(hidden))))
+        return hidden + self.gain * update
+
+
+class TinyModel(nn.Module):
+    """Embedding, three blocks in a ModuleList, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor, *, adapt: bool = True) -> Tensor:
+        """Return the logits of the next token at each place: (batch, length, vocabulary).
+
+        ``adapt`` turns on the part of ``ModelWithAdapter`` that not every step uses.
+        """
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        if adapt:
+            hidden = self.adapt(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the vectors of the tokens."""
+        vectors: Tensor = self.embedding(tokens)
+        return vectors
+
+    def adapt(self, hidden: Tensor) -> Tensor:
+        """Return ``hidden`` as it is; a model with an adapter changes it."""
+        return hidden
+
+
+class TiedModel(TinyModel):
+    """The head shares its weight with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embedding.weight = self.head.weight
+
+
+class FrozenModel(TinyModel):
+    """The embedding and the first block are not trained; the second block is, but for a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+        self.blocks[1].get_parameter("up.weight").requires_grad_(False)
+
+
+class ModelWithAdapter(TinyModel):
+    """A part of it gets no gradient in a step that does not ask for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def adapt(self, hidden: Tensor) -> Tensor:
+        """Return ``hidden`` with the adapter's contribution."""
+        update: Tensor = self.adapter(hidden)
+        return hidden + update
+
+
+class ModelWithBuffers(TinyModel):
+    """It computes with a persistent and a non-persistent buffer, and counts its forwards."""
+
+    scale: Tensor
+    positions: Tensor
+    forwards: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(WIDTH))
+        self.register_buffer("positions", torch.randn(LENGTH, 1), persistent=False)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the scaled vectors of the tokens, moved by their positions."""
+        if self.training:
+            self.forwards.add_(1)
+        return super().embed(tokens) * self.scale + self.positions[: tokens.shape[1]]
+
+
+#: The models by the name under which a ``Recipe`` asks for them.
+MODELS: Mapping[str, Callable[[], TinyModel]] = MappingProxyType(
+    {
+        "plain": TinyModel,
+        "tied": TiedModel,
+        "frozen": FrozenModel,
+        "adapter": ModelWithAdapter,
+        "buffers": ModelWithBuffers,
+    }
+)
+
+
+def build_model(name: str, *, seed: int = 0) -> TinyModel:
+    """Build a model with weights that depend on the seed alone; the random state is left as is."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return MODELS[name]()
+
+
+def global_batch(step: int) -> Tensor:
+    """Return the tokens of one step over all ranks: int64, (BATCH, length)."""
+    generator = torch.Generator().manual_seed(1_000 + step)
+    return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor, *, adapt: bool = True) -> Tensor:
+    """Return the mean cross entropy of each next token, a scalar."""
+    logits = model(tokens[:, :-1], adapt=adapt)
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())

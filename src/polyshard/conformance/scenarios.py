@@ -1,0 +1,452 @@
+"""What the suite runs on every rank; each function returns what the suite then judges.
+
+None of them raises for what the suite looks for: a rank that fails ends the pool's processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from attrs import define, frozen
+from torch import Tensor, nn
+
+from polyshard.conformance.models import build_model
+from polyshard.conformance.parity import (
+    Outcome,
+    PlainTraining,
+    Recipe,
+    Training,
+    build_optimizer,
+    mesh_of,
+    start,
+    wrap,
+)
+from polyshard.exceptions import PeerFailedError, PolyshardError
+from polyshard.hookspecs import hookimpl
+from polyshard.lifecycle import (
+    accumulate,
+    full_state_dict,
+    maybe_shard_optimizer,
+    parallelize,
+    rebuild,
+)
+from polyshard.optimizers import canonical_name
+from polyshard.registry import observe
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from polyshard.config import DistributedConfig
+    from polyshard.mesh import ParallelismSizes
+
+__all__ = ["CHANGES", "Change", "Ending", "Wrapped", "train_plain_with_change"]
+
+
+class BodyError(Exception):
+    """What a scenario raises inside a context of the library's, to see it come out again."""
+
+
+# Wrapping
+
+
+@frozen(kw_only=True)
+class Wrapped:
+    """A model and its optimizer, as the user made them and as the strategy returned them.
+
+    Attributes:
+        weights: The full state dict before and after.
+        groups: The optimizer's groups before and after: options, and the parameters' names.
+        steps: Every step count in the optimizer's state afterwards.
+        stamps: By parameter name, an attribute that the user had set on each Parameter.
+    """
+
+    weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    groups: tuple[list[dict[str, Any]], list[dict[str, Any]]]
+    steps: list[float]
+    stamps: dict[str, str | None]
+
+
+def wrap_and_compare(
+    config: DistributedConfig,
+    recipe: Recipe,
+    passed: bool,
+    sizes: ParallelismSizes | None,
+) -> Wrapped:
+    """Wrap a model and its optimizer, and train nothing."""
+    plain = build_model(recipe.model)
+    weights = {name: value.clone() for name, value in plain.state_dict().items()}
+    groups = _groups(build_optimizer(recipe.optimizer, plain), plain)
+    _stamp(plain)
+    model, optimizer = wrap(config, recipe, model=plain, passed=passed, sizes=sizes)
+    return Wrapped(
+        weights=(weights, full_state_dict(model, config)),
+        groups=(groups, _groups(optimizer, model)),
+        steps=[float(state["step"]) for state in optimizer.state.values() if "step" in state],
+        stamps=_stamps(model),
+    )
+
+
+def _groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]:
+    """Return the groups with the parameters' own names in place of the parameters."""
+    names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
+    return [
+        {**group, "params": [names.get(id(p), "not in the model") for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _stamp(model: nn.Module) -> None:
+    """Set an attribute on each Parameter, as scripts do to mark what is special about it."""
+    for name, parameter in model.named_parameters():
+        parameter.stamp = canonical_name(name)  # type: ignore[attr-defined]
+
+
+def _stamps(model: nn.Module) -> dict[str, str | None]:
+    return {
+        canonical_name(name): getattr(parameter, "stamp", None)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+
+
+# Training
+
+
+def train_with_seed_per_rank(
+    config: DistributedConfig, recipe: Recipe, sizes: ParallelismSizes | None
+) -> Outcome:
+    """Train a model that each rank initialised with its own seed."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    training = start(config, recipe, model=build_model(recipe.model, seed=rank), sizes=sizes)
+    training.train(range(recipe.steps))
+    return training.outcome()
+
+
+def train_after_interrupted_microbatch(
+    config: DistributedConfig, recipe: Recipe, sizes: ParallelismSizes | None
+) -> Outcome:
+    """Leave ``accumulate`` by an exception first, then train without it."""
+    training = start(config, recipe, sizes=sizes)
+    with suppress(BodyError), accumulate(training.model, config, last=False):
+        raise BodyError
+    training.train(range(recipe.steps))
+    return training.outcome()
+
+
+def clip_twice(
+    config: DistributedConfig, recipe: Recipe, max_norm: float, sizes: ParallelismSizes | None
+) -> tuple[float, float]:
+    """Return the norm that clipping finds, and the norm that it finds right afterwards."""
+    training = start(config, recipe, sizes=sizes)
+    training.backward(step=0)
+    return training.clip(max_norm, 2.0), training.clip(max_norm, 2.0)
+
+
+def train_with_wrong_optimizer(
+    config: DistributedConfig,
+    recipe: Recipe,
+    mistake: Literal["built before", "not sharded"],
+    sizes: ParallelismSizes | None,
+) -> Outcome | str:
+    """Train with an optimizer made at the wrong time; return the error if one says so."""
+    module = build_model(recipe.model)
+    before = build_optimizer(recipe.optimizer, module)
+    try:
+        model, _ = parallelize(module, config, mesh=mesh_of(sizes))
+        if mistake == "built before":
+            optimizer = maybe_shard_optimizer(model, before, config)
+        else:
+            optimizer = build_optimizer(recipe.optimizer, model)
+        training = Training(model, optimizer, recipe, config)
+        training.train(range(recipe.steps))
+    except PolyshardError as error:
+        return str(error)
+    return training.outcome()
+
+
+# Rebuilds
+
+
+@frozen
+class Change:
+    """Something that a script does to the parameters of a model after it was parallelized.
+
+    Attributes:
+        apply: Does it to the user's module, inside ``rebuild``. The values are full tensors
+            under the user's names.
+        expected: Does in place to a plain model what should come of it.
+    """
+
+    apply: Callable[[nn.Module, Mapping[str, Tensor]], None]
+    expected: Callable[[nn.Module, Mapping[str, Tensor]], None]
+
+
+def _nothing(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    pass
+
+
+def _load(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    module.load_state_dict(values)
+
+
+def _load_by_assignment(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    module.load_state_dict(values, assign=True)
+
+
+def _load_halves(module: nn.Module, values: Mapping[str, Tensor], assign: bool = False) -> None:
+    """Load what the model's own state dict returns, whatever that is, with halved values."""
+    state = module.state_dict()
+    halves = {n: t.clone().mul_(0.5) if t.is_floating_point() else t for n, t in state.items()}
+    module.load_state_dict(halves, assign=assign)
+
+
+def _load_halves_by_assignment(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    _load_halves(module, values, assign=True)
+
+
+def _replace(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Replace every Parameter by one with the full new value; tied ones by the same."""
+    new: dict[int, nn.Parameter] = {}
+    for name, old in list(module.named_parameters(remove_duplicate=False)):
+        parameter = nn.Parameter(values[name].clone(), requires_grad=old.requires_grad)
+        _set(module, name, new.setdefault(id(old), parameter))
+
+
+def _replace_one(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    name = "blocks.1.up.weight"
+    requires_grad = module.get_parameter(name).requires_grad
+    _set(module, name, nn.Parameter(values[name].clone(), requires_grad=requires_grad))
+
+
+def _set_one(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        module.get_parameter("blocks.1.up.weight").copy_(values["blocks.1.up.weight"])
+
+
+def _cast_there_and_back(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    module.double().float()
+
+
+def _set_in_place(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, value in values.items():
+            module.state_dict(keep_vars=True)[name].copy_(value)
+
+
+def _retie(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Tie the head to the embedding again, through a new Parameter."""
+    shared = nn.Parameter(values["head.weight"].clone())
+    _set(module, "embedding.weight", shared)
+    _set(module, "head.weight", shared)
+
+
+def _retied(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        module.get_parameter("head.weight").copy_(values["head.weight"])
+
+
+def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, parameter)
+
+
+#: The changes by the name under which the suite asks for them.
+CHANGES: Mapping[str, Change] = {
+    "nothing": Change(_nothing, _nothing),
+    "load": Change(_load, _set_in_place),
+    "load by assignment": Change(_load_by_assignment, _set_in_place),
+    "load own state": Change(_load_halves, _load_halves),
+    "load own state by assignment": Change(_load_halves_by_assignment, _load_halves),
+    "new parameters": Change(_replace, _set_in_place),
+    "one new parameter": Change(_replace_one, _set_one),
+    "cast there and back": Change(_cast_there_and_back, _nothing),
+    "retie": Change(_retie, _retied),
+}
+
+
+def train_with_change(
+    config: DistributedConfig,
+    recipe: Recipe,
+    change: str,
+    midway: bool,
+    sizes: ParallelismSizes | None,
+) -> Outcome:
+    """Change the parameters inside ``rebuild``, midway in training or before it begins.
+
+    Midway the optimizer is the one from before; otherwise it is built after the change.
+    """
+    module = build_model(recipe.model)
+    values = _new_values(recipe)
+    if midway:
+        training = start(config, recipe, model=module, sizes=sizes)
+        training.train(range(recipe.steps))
+        with rebuild(training.model, config):
+            CHANGES[change].apply(module, values)
+    else:
+        model, _ = parallelize(module, config, mesh=mesh_of(sizes))
+        with rebuild(model, config):
+            CHANGES[change].apply(module, values)
+        optimizer = build_optimizer(recipe.optimizer, model)
+        optimizer = maybe_shard_optimizer(model, optimizer, config)
+        training = Training(model, optimizer, recipe, config)
+    training.train(range(recipe.steps, 2 * recipe.steps))
+    return training.outcome()
+
+
+@cache
+def train_plain_with_change(recipe: Recipe, change: str, midway: bool) -> Outcome:
+    """Do in this process, undistributed, what ``train_with_change`` does."""
+    model = build_model(recipe.model)
+    training = PlainTraining(model, build_optimizer(recipe.optimizer, model), recipe)
+    if midway:
+        training.train(range(recipe.steps))
+    CHANGES[change].expected(model, _new_values(recipe))
+    training.train(range(recipe.steps, 2 * recipe.steps))
+    return training.outcome()
+
+
+def _new_values(recipe: Recipe) -> dict[str, Tensor]:
+    return build_model(recipe.model, seed=1).state_dict()
+
+
+def train_after_failed_rebuild(
+    config: DistributedConfig, recipe: Recipe, sizes: ParallelismSizes | None
+) -> tuple[bool, Outcome]:
+    """Raise in the body of ``rebuild``, halfway through a replacement by equal values.
+
+    Returns whether the very same error came out, and how training went on.
+    """
+    module = build_model(recipe.model)
+    training = start(config, recipe, model=module, sizes=sizes)
+    training.train(range(1))
+    error = BodyError()
+    current = full_state_dict(training.model, config)
+    try:
+        with rebuild(training.model, config):
+            _replace_one(module, current)
+            raise error
+    except BodyError as raised:
+        same = raised is error
+    else:
+        same = False
+    training.train(range(1, recipe.steps))
+    return same, training.outcome()
+
+
+def stamps_after_rebuild(
+    config: DistributedConfig, recipe: Recipe, sizes: ParallelismSizes | None
+) -> dict[str, str | None]:
+    """Stamp each Parameter, replace them all, one by a stamped one, and return the stamps."""
+    module = build_model(recipe.model)
+    training = start(config, recipe, model=module, sizes=sizes)
+    training.train(range(1))
+    _stamp(training.model)
+    with rebuild(training.model, config):
+        _replace(module, _new_values(recipe))
+        module.get_parameter("blocks.0.up.weight").stamp = "fresh"  # type: ignore[attr-defined]
+    training.train(range(1, recipe.steps))
+    return _stamps(training.model)
+
+
+# A failure on one rank
+
+
+@frozen(kw_only=True)
+class Ending:
+    """How a step that all ranks take together ended on one of them.
+
+    Attributes:
+        kind: "not called" where the strategy has no such hook, "returned", "raised" for the error
+            that this rank was made to raise, or "peer failed".
+        rank: For "peer failed", the rank that is named as the first to fail.
+        message: The error's text.
+    """
+
+    kind: Literal["not called", "returned", "raised", "peer failed"]
+    rank: int | None = None
+    message: str = ""
+
+
+@define(eq=False)
+class _FailingObserver:
+    """Notices that one hook was called, and raises after it on the rank that is to fail."""
+
+    hook: str = ""
+    fails: bool = False
+    called: bool = False
+
+    def _after(self, hook: str) -> None:
+        if hook == self.hook:
+            self.called = True
+            if self.fails:
+                raise BodyError(f"raised in {hook}")
+
+    @hookimpl(wrapper=True)
+    def parallelize(self) -> Iterator[Any]:
+        result = yield
+        self._after("parallelize")
+        return result
+
+    @hookimpl(wrapper=True)
+    def shard_optimizer(self) -> Iterator[Any]:
+        result = yield
+        self._after("shard_optimizer")
+        return result
+
+    @hookimpl(wrapper=True)
+    def pre_rebuild(self) -> Iterator[Any]:
+        result = yield
+        self._after("pre_rebuild")
+        return result
+
+    @hookimpl(wrapper=True)
+    def post_rebuild(self) -> Iterator[Any]:
+        result = yield
+        self._after("post_rebuild")
+        return result
+
+
+@cache
+def _failing_observer() -> _FailingObserver:
+    """Return this process's observer, which does nothing until it is given a hook.
+
+    There is one because an observer cannot be taken away again.
+    """
+    observer = _FailingObserver()
+    observe(observer)
+    return observer
+
+
+@contextmanager
+def _watching(hook: str, fails: bool) -> Iterator[_FailingObserver]:
+    observer = _failing_observer()
+    observer.hook, observer.fails, observer.called = hook, fails, False
+    try:
+        yield observer
+    finally:
+        observer.hook = ""
+
+
+def fail_in_hook(
+    config: DistributedConfig,
+    recipe: Recipe,
+    hook: str,
+    culprit: int,
+    sizes: ParallelismSizes | None,
+) -> Ending:
+    """Let one rank fail in a hook, and return how this rank's call ended."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with _watching(hook, fails=rank == culprit) as observer:
+        try:
+            model, _ = wrap(config, recipe, sizes=sizes)
+            with rebuild(model, config):
+                pass
+        except BodyError as error:
+            return Ending(kind="raised", message=str(error))
+        except PeerFailedError as error:
+            return Ending(kind="peer failed", rank=error.rank, message=str(error))
+        return Ending(kind="returned" if observer.called else "not called")
