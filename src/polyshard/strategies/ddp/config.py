@@ -29,7 +29,8 @@ class DDPConfig(DistributedConfig):
         bucket_cap_mb: Size of the buckets in which gradients are reduced, in MiB; None is
             torch's default.
         gradient_as_bucket_view: Whether gradients are views into the buckets, which saves a copy.
-        autocast_dtype: Dtype of ``torch.autocast`` in the forward; None turns it off.
+        autocast_dtype: Dtype of ``torch.autocast`` in the forward, bfloat16 or float16; None turns
+            it off.
     """
 
     strategy: ClassVar[str] = "ddp"
@@ -44,7 +45,11 @@ class DDPConfig(DistributedConfig):
         default=None, validator=optional(is_number(0, exclusive=True))
     )
     gradient_as_bucket_view: bool = field(default=False, validator=is_bool)
-    autocast_dtype: str | None = field(default=None, converter=to_dtype_name)
+    autocast_dtype: str | None = field(
+        default=None,
+        converter=to_dtype_name,
+        validator=optional(is_one_of("bfloat16", "float16")),
+    )
 
     def in_full_precision(self) -> Self:
         """Return this config without autocast."""

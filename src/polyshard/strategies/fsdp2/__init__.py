@@ -1,0 +1,1 @@
+"""FSDP2: parameters, gradients and optimizer state sharded by torch's ``fully_shard``."""

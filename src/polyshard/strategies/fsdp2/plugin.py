@@ -1,0 +1,40 @@
+"""FSDP2: parameters, gradients and optimizer state sharded by torch's fully_shard."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from polyshard.hookspecs import hookimpl
+from polyshard.strategies.fsdp2 import gradients
+from polyshard.strategies.fsdp2.wrap import wrap
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from polyshard.strategies.fsdp2.config import FSDP2Config
+
+__all__: list[str] = []
+
+
+@hookimpl
+def parallelize(
+    config: FSDP2Config,
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    optimizer: Optimizer | None,
+) -> tuple[nn.Module, Optimizer | None]:
+    """Shard the model in place; the optimizer stays the same object with new parameters."""
+    wrap(config, model, mesh, optimizer)
+    return model, optimizer
+
+
+@hookimpl
+def accumulate(
+    config: FSDP2Config, model: nn.Module, last: bool
+) -> AbstractContextManager[None]:
+    """Reduce gradients in the last microbatch only, or in each, as the config says."""
+    return gradients.accumulate(model, sync=last or not config.defer_fsdp_grad_sync)
