@@ -1,0 +1,21 @@
+"""The reference pages say what the code says."""
+
+import inspect
+import re
+from pathlib import Path
+
+from polyshard import hookspecs
+from polyshard.registry import HOOK_NAMES
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def test_the_page_on_hooks_has_each_with_its_arguments() -> None:
+    page = (REFERENCE / "hooks.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| `([\w, ]+)` \|", page, re.MULTILINE))
+    specs = {
+        name: ", ".join(inspect.signature(getattr(hookspecs, name)).parameters)
+        for name in HOOK_NAMES
+    }
+    assert rows == specs
+    assert f"version {hookspecs.API_VERSION}." in page
