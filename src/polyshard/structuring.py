@@ -125,9 +125,6 @@ def _faults(error: BaseException, path: Path) -> Iterator[KeyPathError]:
     if isinstance(error, BaseValidationError):
         for inner in error.exceptions:
             yield from _faults(inner, (*path, *_steps(inner)))
-    elif isinstance(error, KeyPathError):
-        # From a converter that structures on its own, such as resolve_config.
-        yield KeyPathError(error.problem, (*path, *error.path))
     elif isinstance(error, ForbiddenExtraKeysError):
         valid = [a.name for a in attrs.fields(error.cl)]
         for key in sorted(error.extra_fields):
@@ -193,10 +190,13 @@ def _annotation(cls: type, attribute: attrs.Attribute[Any]) -> object:
 
 
 def _structure_hook(cls: type[Any], converter: cattrs.Converter) -> Any:
-    """Make the function that builds one attrs class: nested ones by type, all else as it is."""
+    """Make the function that builds one attrs class: nested ones by type, all else as it is.
+
+    A field with a converter of its own builds what it holds itself, even a nested class.
+    """
     overrides = {}
     for attribute in attrs.fields(cls):
-        nested = _is_attrs(_annotation(cls, attribute))
+        nested = attribute.converter is None and _is_attrs(_annotation(cls, attribute))
         overrides[attribute.name] = override(
             struct_hook=_structure_nested if nested else _pass_through
         )
