@@ -2,7 +2,10 @@
 
 import inspect
 import re
+import runpy
 from pathlib import Path
+
+import pytest
 
 from polyshard import hookspecs
 from polyshard.registry import HOOK_NAMES
@@ -19,3 +22,10 @@ def test_the_page_on_hooks_has_each_with_its_arguments() -> None:
     }
     assert rows == specs
     assert f"version {hookspecs.API_VERSION}." in page
+
+
+@pytest.mark.strategy("megatron_fsdp")
+def test_the_page_on_configs_is_what_the_classes_say() -> None:
+    generate = runpy.run_path(str(REFERENCE.parent / "generate.py"))
+    expected = generate["page"](["ddp", "fsdp2", "megatron_fsdp"])
+    assert generate["PAGE"].read_text() == expected, "run: python docs/generate.py"
