@@ -97,13 +97,27 @@ def _group_total(
     """Return the sum of the powers of all entries (or their maximum) over the group's ranks."""
     infinite = norm_type == float("inf")
     # In double precision, since float64 sums are the same in whatever order ranks add them up.
-    norm = get_total_norm(gradients, norm_type).to(device, torch.float64)
+    norm = get_total_norm(_rows_first(gradients, norm_type), norm_type).to(device, torch.float64)
     total = norm if infinite else norm**norm_type
     for dim in group.dims:
         if group.mesh is not None and group.mesh.size(dim) > 1:
             operation = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
             dist.all_reduce(total, op=operation, group=group.mesh.get_group(dim))
     return total
+
+
+def _rows_first(gradients: list[Tensor], norm_type: float) -> list[Tensor]:
+    """Return tensors of the same norm that can be summed up exactly: on the CPU, norms of rows.
+
+    There torch sums up a whole tensor in float32 and in one go, and is 5e-5 off for a million
+    entries, less for the half of them that a shard holds. By rows it is right to 1e-7.
+    """
+    return [
+        torch.linalg.vector_norm(gradient, norm_type, dim=-1)
+        if gradient.device.type == "cpu" and gradient.numel() > 0
+        else gradient
+        for gradient in gradients
+    ]
 
 
 def _shard_group(parameter: Tensor) -> _ShardGroup:

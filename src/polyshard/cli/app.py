@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from polyshard import __version__
+from polyshard.cli.compare import compare_command
 from polyshard.cli.strategies import strategies
 from polyshard.exceptions import ConfigError, PolyshardError, StrategyNotFoundError
 
@@ -28,6 +29,7 @@ def polyshard() -> None:
     """Train a PyTorch model under any installed strategy, and prove strategies equal."""
 
 
+polyshard.add_command(compare_command)
 polyshard.add_command(strategies)
 
 

@@ -8,18 +8,15 @@ from typing import Any
 import click
 from attrs import evolve
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from polyshard.cli.output import console
 from polyshard.discovery import StrategyInfo
 from polyshard.exceptions import PolyshardError
 from polyshard.registry import available_strategies, default_registry
 
 __all__ = ["strategies"]
-
-#: Where the output is no terminal, tables are this wide rather than cut to 80 columns.
-PLAIN_WIDTH = 160
 
 
 @click.command()
@@ -68,11 +65,8 @@ def _as_dict(info: StrategyInfo) -> dict[str, Any]:
 
 
 def _print_table(found: list[StrategyInfo]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
     if not found:
-        console.print("No strategy is installed.")
+        click.echo("No strategy is installed.")
         return
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("strategy", "config class", "distribution", "aliases", "description"):
@@ -86,4 +80,4 @@ def _print_table(found: list[StrategyInfo]) -> None:
             "\n".join(info.aliases),
             "\n".join(filter(None, (escape(info.summary), broken))),
         )
-    console.print(table)
+    console().print(table)

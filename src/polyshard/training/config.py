@@ -1,0 +1,124 @@
+"""What one training run is: the schema of the file that ``polyshard train`` reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import Attribute, field, frozen
+from attrs.converters import optional as none_or
+
+from polyshard.config import DistributedConfig
+from polyshard.exceptions import ConfigError
+from polyshard.fields import is_int, is_number, is_one_of, is_str, optional
+from polyshard.resolve import resolve_config
+from polyshard.structuring import unstructure
+
+__all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "TrainingConfig"]
+
+
+def _divides_width(instance: ModelConfig, attribute: Attribute[int], value: int) -> None:
+    if instance.width % value:
+        raise ConfigError(
+            f"expected a number of heads that divides the width, found {value} heads for a "
+            f"width of {instance.width}"
+        )
+
+
+@frozen(kw_only=True)
+class ModelConfig:
+    """The shape of the transformer, which reads bytes.
+
+    Attributes:
+        layers: Number of blocks.
+        width: Size of the hidden state, a multiple of ``heads``.
+        heads: Attention heads.
+    """
+
+    layers: int = field(default=4, validator=is_int(1))
+    width: int = field(default=192, validator=is_int(1))
+    heads: int = field(default=4, validator=[is_int(1), _divides_width])
+
+
+@frozen(kw_only=True)
+class DataConfig:
+    """The text that the model learns.
+
+    Attributes:
+        path: A text file of any encoding, since the model reads bytes; relative to the working
+            directory. None is the documentation topics that come with Python.
+        sequence_length: Bytes that the model sees of one sequence.
+    """
+
+    path: str | None = field(default=None, validator=optional(is_str))
+    sequence_length: int = field(default=64, validator=is_int(1))
+
+
+@frozen(kw_only=True)
+class OptimizerConfig:
+    """How the weights are updated.
+
+    Attributes:
+        name: ``"sgd"`` or ``"adamw"``.
+        lr: Learning rate (default: 0.02 for SGD, 0.001 for AdamW).
+        momentum: Of SGD; AdamW has none.
+        weight_decay: Fraction of each weight that is taken away per unit of learning rate.
+    """
+
+    name: str = field(default="sgd", validator=is_one_of("sgd", "adamw"))
+    lr: float = field(validator=is_number(0, exclusive=True))
+    momentum: float = field(default=0.9, validator=is_number(0))
+    weight_decay: float = field(default=0.0, validator=is_number(0))
+
+    @lr.default
+    def _usual_lr(self) -> float:
+        return 0.001 if self.name == "adamw" else 0.02
+
+
+@frozen(kw_only=True)
+class TrainingConfig:
+    """One run: a model, a text, an optimizer and a strategy.
+
+    Attributes:
+        distributed: The strategy's config, or a mapping with its name under ``"strategy"``. None
+            is plain PyTorch in one process.
+        model: Shape of the model.
+        data: The text.
+        optimizer: How the weights are updated.
+        steps: Optimizer steps.
+        batch_size: Sequences in one step, over all ranks and microbatches.
+        microbatches: Parts into which each rank divides its share of a batch, to add up their
+            gradients.
+        max_grad_norm: Global norm to which gradients are clipped; None leaves them alone.
+        seed: Of the initial weights and of the order of the text.
+    """
+
+    # cattrs hands the raw value to the converter, which finds the class by the strategy's name.
+    distributed: DistributedConfig | None = field(converter=none_or(resolve_config))
+    model: ModelConfig = field(factory=ModelConfig)
+    data: DataConfig = field(factory=DataConfig)
+    optimizer: OptimizerConfig = field(factory=OptimizerConfig)
+    steps: int = field(default=20, validator=is_int(1))
+    batch_size: int = field(default=8, validator=is_int(1))
+    microbatches: int = field(default=1, validator=is_int(1))
+    max_grad_norm: float | None = field(
+        default=None, validator=optional(is_number(0, exclusive=True))
+    )
+    seed: int = field(default=0, validator=is_int(0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole config as plain values, from which it can be structured again."""
+        distributed = None if self.distributed is None else self.distributed.to_dict()
+        return {**unstructure(self), "distributed": distributed}
+
+    def check_shares(self, world_size: int) -> None:
+        """Raise unless so many ranks can divide a batch evenly.
+
+        Raises:
+            ConfigError: Shares would differ in size, so that their mean would not be the batch's.
+        """
+        parts = world_size * self.microbatches
+        if self.batch_size % parts:
+            raise ConfigError(
+                f"batch_size: expected a multiple of {parts} ({world_size} processes x "
+                f"{self.microbatches} microbatches), found {self.batch_size}"
+            )
