@@ -6,7 +6,7 @@ before it wraps the model, and rebinds the optimizer by those names afterwards.
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -14,12 +14,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from polyshard.exceptions import OptimizerError
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
     from collections.abc import Mapping
+
+    from torch.optim import Optimizer
 
 __all__ = [
     "canonical_name",
     "canonical_parameters",
+    "own_name",
     "record_names",
     "rebind",
     "shard_like",
@@ -34,7 +36,17 @@ def canonical_name(name: str) -> str:
 
     The parts that DDP, activation checkpointing and ``torch.compile`` add are dropped.
     """
-    return _without_inner_wrappers(name).removeprefix("module.")
+    return own_name(name).removeprefix("module.")
+
+
+def own_name(name: str) -> str:
+    """Return ``canonical_name`` of a name that no wrapper around the model has lengthened.
+
+    The difference is seen in a model that has a ``module`` of its own.
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 def canonical_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -44,7 +56,7 @@ def canonical_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     wrapper around it, such as DDP's, is not looked through.
     """
     return {
-        _without_inner_wrappers(name): parameter
+        own_name(name): parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
@@ -124,9 +136,3 @@ def _follow(value: Any, old: Tensor, new: Tensor, what: str) -> Any:
             )
         return shard_like(value, new)
     return value.to(new.device) if value.device == old.device else value
-
-
-def _without_inner_wrappers(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

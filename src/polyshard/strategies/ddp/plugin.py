@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
-
-from torch.nn.parallel import DistributedDataParallel
 
 from polyshard import defaults
 from polyshard.hookspecs import hookimpl
-from polyshard.strategies.ddp import wrap
+from polyshard.strategies.ddp import gradients, rebuild, wrap
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -33,11 +32,21 @@ def parallelize(
 
 
 @hookimpl
+def pre_rebuild(model: nn.Module) -> rebuild.Snapshot:
+    """Remember the Parameter objects that are hooked."""
+    return rebuild.before_rebuild(model)
+
+
+@hookimpl
+def post_rebuild(model: nn.Module, snapshot: rebuild.Snapshot) -> None:
+    """Move new values into the hooked objects, and put these back."""
+    rebuild.after_rebuild(model, snapshot)
+
+
+@hookimpl
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Reduce gradients in the last microbatch only."""
-    if last or not isinstance(model, DistributedDataParallel):
-        return nullcontext()
-    return model.no_sync()
+    return gradients.accumulate(model, sync=last)
 
 
 @hookimpl

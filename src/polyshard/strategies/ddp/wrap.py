@@ -11,6 +11,7 @@ from polyshard.autocast import autocast_forward
 from polyshard.optimizers import rebind, record_names
 from polyshard.placement import mesh_device, require_materialized, require_parameters
 from polyshard.precision import torch_dtype
+from polyshard.strategies.ddp.guard import DDPGuard
 from polyshard.strategies.ddp.mesh import data_parallel_group
 from polyshard.units import find_units
 
@@ -57,7 +58,7 @@ def wrap(
         autocast_forward(model, dtype, device.type)
     if group is None:
         return model
-    return DistributedDataParallel(
+    wrapper = DistributedDataParallel(
         model,
         device_ids=None if device.type == "cpu" else [device],
         process_group=group,
@@ -68,6 +69,8 @@ def wrap(
         bucket_cap_mb=config.bucket_cap_mb,
         gradient_as_bucket_view=config.gradient_as_bucket_view,
     )
+    DDPGuard(wrapper)
+    return wrapper
 
 
 def inner_module(model: nn.Module) -> nn.Module:

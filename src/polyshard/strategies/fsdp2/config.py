@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 from attrs import Attribute, evolve, field, frozen
 
@@ -30,6 +30,7 @@ TENSOR_PARALLEL_STYLES = (
     "rowwise",
     "embedding_rowwise",
     "sequence_parallel",
+    "gather_sequence",
 )
 
 
@@ -114,7 +115,7 @@ def _is_reshard(instance: object, attribute: Attribute[Any], value: object) -> N
         is_int(2)(instance, attribute, value)
 
 
-def _reject(instance: object, attribute: Attribute[Any], value: object, expected: str) -> None:
+def _reject(instance: object, attribute: Attribute[Any], value: object, expected: str) -> NoReturn:
     raise ConfigError(
         f"{type(instance).__name__}.{attribute.name} ({describe_owner(type(instance))}): "
         f"expected {expected}, found {describe_value(value)}",
@@ -136,10 +137,12 @@ class FSDP2Config(DistributedConfig):
             one. Without it each rank contributes its part of its own.
         tp_plan: Which modules are split over the mesh dimension ``tp``, and how: names (``*``
             stands for one part of a name) to ``"colwise"``, ``"rowwise"``,
-            ``"colwise_gather_output"``, ``"embedding_rowwise"``, ``"sequence_parallel"`` or a
-            torch ``ParallelStyle``. None takes the model's own plan.
-        sequence_parallel: Whether tensor-parallel ranks share the sequence between the split
-            modules.
+            ``"colwise_gather_output"``, ``"embedding_rowwise"`` or a torch ``ParallelStyle``.
+            None takes the model's own plan.
+        sequence_parallel: Whether the tensor-parallel ranks share the sequence, dimension 1 of
+            the activations, between the modules that are split. The plan then names the modules
+            that compute on a part of it (``"sequence_parallel"``, such as norms) and those whose
+            first input is gathered (``"gather_sequence"``, such as an attention).
         mp_policy: Dtypes of compute and reduction; None keeps the model's own.
         offload_policy: Keeps the shards in host memory; None keeps them on the device.
         autocast_dtype: Dtype of ``torch.autocast`` in the forward, bfloat16 or float16; None
@@ -189,6 +192,16 @@ class FSDP2Config(DistributedConfig):
     forward_prefetch_depth: int | None = field(default=None, validator=optional(is_int(1)))
     backward_prefetch_depth: int | None = field(default=None, validator=optional(is_int(1)))
     enable_compile: bool = field(default=False, validator=is_bool)
+
+    def __attrs_post_init__(self) -> None:
+        styles = (self.tp_plan or {}).values()
+        needing = [s for s in styles if s in ("sequence_parallel", "gather_sequence")]
+        if needing and not self.sequence_parallel:
+            raise ConfigError(
+                f"FSDP2Config.tp_plan: expected sequence_parallel=True with the style "
+                f"{needing[0]!r}, found False",
+                field="tp_plan",
+            )
 
     def in_full_precision(self) -> Self:
         """Return this config with the model's own dtype for everything."""

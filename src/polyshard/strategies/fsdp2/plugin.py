@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polyshard.hookspecs import hookimpl
-from polyshard.strategies.fsdp2 import gradients
+from polyshard.strategies.fsdp2 import gradients, rebuild
 from polyshard.strategies.fsdp2.wrap import wrap
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from polyshard.rebuilding import ParameterSnapshot
     from polyshard.strategies.fsdp2.config import FSDP2Config
 
 __all__: list[str] = []
@@ -33,8 +34,18 @@ def parallelize(
 
 
 @hookimpl
-def accumulate(
-    config: FSDP2Config, model: nn.Module, last: bool
-) -> AbstractContextManager[None]:
+def pre_rebuild(model: nn.Module) -> ParameterSnapshot:
+    """Remember the shards that ``fully_shard`` gathers from."""
+    return rebuild.before_rebuild(model)
+
+
+@hookimpl
+def post_rebuild(model: nn.Module, snapshot: ParameterSnapshot) -> None:
+    """Move new values into the shards, and put these back."""
+    rebuild.after_rebuild(model, snapshot)
+
+
+@hookimpl
+def accumulate(config: FSDP2Config, model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Reduce gradients in the last microbatch only, or in each, as the config says."""
     return gradients.accumulate(model, sync=last or not config.defer_fsdp_grad_sync)

@@ -1,0 +1,97 @@
+"""ParameterGuard: a model whose parameters were replaced must not train on, silently wrong."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from polyshard.exceptions import RebuildError
+from polyshard.optimizers import shard_like
+from polyshard.rebuilding import Place, places_of
+
+__all__ = ["ParameterGuard"]
+
+_ATTRIBUTE = "_polyshard_guard"
+_CURE = "do it inside `with polyshard.rebuild(model, config):`"
+
+
+class ParameterGuard:
+    """Refuses what replaces Parameter objects outside ``polyshard.rebuild``.
+
+    ``load_state_dict(assign=True)`` is refused when it is called, everything else at the next
+    forward. Full tensors in a state dict that is loaded are cut to the shards that they replace.
+
+    Args:
+        model: The user's own root module, on which state dicts are loaded.
+        called: The module that is called to train; ``ParameterGuard.of`` finds the guard by it.
+    """
+
+    def __init__(self, model: nn.Module, called: nn.Module) -> None:
+        self.in_rebuild = False
+        self.expected = _all_places(model)
+        model.register_load_state_dict_pre_hook(self.before_load)
+        model.register_load_state_dict_post_hook(self.after_load)
+        called.register_forward_pre_hook(self.before_forward, prepend=True)
+        called.__dict__[_ATTRIBUTE] = self
+
+    @staticmethod
+    def of(called: nn.Module) -> ParameterGuard | None:
+        """Return the guard of a model; None where the strategy had nothing to wrap."""
+        return called.__dict__.get(_ATTRIBUTE)
+
+    def is_own(self, place: Place, parameter: nn.Parameter | None) -> bool:
+        """Tell whether the strategy itself has put a parameter in a place for the time being."""
+        return False
+
+    def before_forward(self, *_: Any) -> None:
+        """Raise if a place holds another parameter than at the wrap."""
+        if torch.compiler.is_compiling():
+            return
+        for place, parameter in self.expected:
+            present = place.get()
+            if present is not parameter and not self.is_own(place, present):
+                raise RebuildError(
+                    f"expected {place.name!r} to be the parameter of parallelize, found another "
+                    f"in its place, which would not be trained right; {_CURE}"
+                )
+
+    def before_load(
+        self,
+        model: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *_: Any,
+    ) -> None:
+        """Refuse an assigning load, and cut full tensors to shards."""
+        places = _all_places(model)
+        assigns = local_metadata.get("assign_to_params_buffers", False)
+        if assigns and not self.in_rebuild and not all(p.is_meta for _, p in places):
+            raise RebuildError(
+                "load_state_dict(assign=True): expected no parameter to be replaced after "
+                f"parallelize; load without assign=True, or {_CURE}"
+            )
+        for place, parameter in places:
+            value = state_dict.get(prefix + place.name)
+            if isinstance(parameter, DTensor) and _is_full(value, parameter):
+                state_dict[prefix + place.name] = shard_like(value, parameter)
+
+    def after_load(self, model: nn.Module, _incompatible: Any) -> None:
+        """Take what an assigning load has put in place of parameters without values."""
+        if any(parameter.is_meta for _, parameter in self.expected):
+            self.expected = _all_places(model)
+
+
+def _all_places(model: nn.Module) -> list[tuple[Place, nn.Parameter]]:
+    return [(place, p) for p, places in places_of(model).items() for place in places]
+
+
+def _is_full(value: object, parameter: DTensor) -> TypeGuard[Tensor]:
+    return (
+        isinstance(value, Tensor)
+        and not isinstance(value, DTensor)
+        and value.shape == parameter.shape
+    )

@@ -1,0 +1,83 @@
+"""What a model in DistributedDataParallel must not be used for, caught at its forward."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from polyshard.exceptions import RebuildError
+from polyshard.parameter_guard import ParameterGuard
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.autograd.graph import Node
+    from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["DDPGuard", "accumulators"]
+
+
+def accumulators(model: nn.Module) -> dict[nn.Parameter, Node]:
+    """Return the autograd node that adds up each trained parameter's gradient.
+
+    DistributedDataParallel hooks these nodes. A parameter gets a new one, without the hook, when
+    its dtype or device changes, be it only for a moment.
+    """
+    return {p: get_gradient_edge(p).node for p in model.parameters() if p.requires_grad}
+
+
+class DDPGuard(ParameterGuard):
+    """Refuses a forward whose gradients would not be averaged, and warns of one past the wrapper.
+
+    Args:
+        wrapper: What ``parallelize`` returns.
+    """
+
+    def __init__(self, wrapper: DistributedDataParallel) -> None:
+        super().__init__(wrapper.module, wrapper)
+        self.inside = False
+        self.warned = False
+        self.watch(wrapper.module)
+        wrapper.register_forward_hook(self.after_forward, always_call=True)
+        wrapper.module.register_forward_pre_hook(self.before_inner_forward)
+
+    def watch(self, model: nn.Module) -> None:
+        """Take the present accumulator for the one that is hooked, newly.
+
+        One parameter stands for all: what changes dtype or device changes the whole model's.
+        """
+        self.parameter = next(p for p in model.parameters() if p.requires_grad)
+        self.accumulator = get_gradient_edge(self.parameter).node
+        self.has_reduced = False
+
+    def before_forward(self, *arguments: Any) -> None:
+        """Raise if a parameter, or the node that adds up its gradient, is not the hooked one."""
+        if torch.compiler.is_compiling():
+            return
+        super().before_forward(*arguments)
+        parameter = self.parameter
+        if parameter.requires_grad and get_gradient_edge(parameter).node is not self.accumulator:
+            raise RebuildError(
+                "expected the dtype and device that the model had at parallelize, found that they "
+                "were changed, after which gradients are not averaged any more; do it inside "
+                "`with polyshard.rebuild(model, config):`"
+            )
+        self.inside = True
+
+    def after_forward(self, *_: Any) -> None:
+        """Note that the forward is over, also when it raised."""
+        self.inside = False
+
+    def before_inner_forward(self, module: nn.Module, _: Any) -> None:
+        """Warn, once, if the module inside is trained without the wrapper."""
+        if self.inside or self.warned or not (module.training and torch.is_grad_enabled()):
+            return
+        self.warned = True
+        warnings.warn(
+            f"{type(module).__name__} was called without the DistributedDataParallel around it: "
+            "its gradients are not averaged over the ranks; call the model that parallelize "
+            "returned",
+            stacklevel=2,
+        )
