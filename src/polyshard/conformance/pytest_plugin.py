@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 DEFAULT_WORLD_SIZES = (1, 2)
 
+# Asserts in an installed module say what they compared only if pytest rewrites them at import.
+pytest.register_assert_rewrite("polyshard.conformance.suite")
+
 _MARKERS = (
     "world_size(*sizes): world sizes at which the test runs, in place of the default ones",
     "strategy(name): the strategy that the test is about, by its registered name",
