@@ -1,0 +1,48 @@
+"""Megatron-FSDP as a strategy of Polyshard, and the public names of the module it replaces.
+
+Names are resolved at first access: importing the package loads neither torch nor the wheel.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polyshard.lifecycle import maybe_shard_optimizer as maybe_shard_optimizer
+    from polyshard_megatron_fsdp._wheel import HAS_MEGATRON_FSDP as HAS_MEGATRON_FSDP
+    from polyshard_megatron_fsdp._wheel import logger as logger
+    from polyshard_megatron_fsdp.compat import fully_shard_optimizer as fully_shard_optimizer
+    from polyshard_megatron_fsdp.compat import (
+        restore_distributed_param_attrs as restore_distributed_param_attrs,
+    )
+    from polyshard_megatron_fsdp.compat import (
+        snapshot_distributed_param_attrs as snapshot_distributed_param_attrs,
+    )
+    from polyshard_megatron_fsdp.config import MegatronFSDPConfig as MegatronFSDPConfig
+    from polyshard_megatron_fsdp.manager import MegatronFSDPManager as MegatronFSDPManager
+
+_HOMES = {
+    "HAS_MEGATRON_FSDP": "polyshard_megatron_fsdp._wheel",
+    "MegatronFSDPConfig": "polyshard_megatron_fsdp.config",
+    "MegatronFSDPManager": "polyshard_megatron_fsdp.manager",
+    "fully_shard_optimizer": "polyshard_megatron_fsdp.compat",
+    "logger": "polyshard_megatron_fsdp._wheel",
+    "maybe_shard_optimizer": "polyshard.lifecycle",
+    "restore_distributed_param_attrs": "polyshard_megatron_fsdp.compat",
+    "snapshot_distributed_param_attrs": "polyshard_megatron_fsdp.compat",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> object:
+    try:
+        home = _HOMES[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

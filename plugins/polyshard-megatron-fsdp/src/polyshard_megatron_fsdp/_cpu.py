@@ -1,0 +1,174 @@
+"""What stands in for CUDA inside the wheel when the model is on another device.
+
+The wheel's modules use ``torch.cuda`` for streams and events. Off CUDA the *name* ``torch`` in
+those modules is bound to a read-through proxy whose ``cuda`` has streams that do nothing, since
+there every operation is finished when it returns. torch itself is left alone, and on CUDA
+nothing here is active.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from polyshard.exceptions import UnsupportedError
+
+__all__ = ["prepare"]
+
+_MODULES = (
+    "fully_shard",
+    "megatron_fsdp",
+    "mixed_precision",
+    "param_and_grad_buffer",
+    "uneven_dtensor",
+    "utils",
+)
+
+_prepared_for: str | None = None
+
+
+def prepare(device: torch.device) -> None:
+    """Make the wheel's modules fit for a device; call it before the wrap.
+
+    Raises:
+        UnsupportedError: The process has wrapped a model on another type of device; the
+            modules serve all models of the process and fit one type only.
+    """
+    global _prepared_for
+    if _prepared_for not in (None, device.type):
+        raise UnsupportedError(
+            f"expected every Megatron-FSDP model of a process on one type of device, found "
+            f"{device.type!r} after {_prepared_for!r}; use one process for each"
+        )
+    if _prepared_for is None and device.type != "cuda":
+        _stand_in()
+    _prepared_for = device.type
+
+
+def _stand_in() -> None:
+    proxy = _ReadThrough(
+        torch,
+        cuda=_ReadThrough(torch.cuda, **_CUDA),
+        distributed=_ReadThrough(torch.distributed, **_COLLECTIVES),
+        tensor=_tensor,
+    )
+    for name in _MODULES:
+        import_module(f"megatron_fsdp.{name}").torch = proxy  # type: ignore[attr-defined]
+    buffers = import_module("megatron_fsdp.param_and_grad_buffer")
+    buffers._coalescing_manager = _coalesce_synchronously  # type: ignore[attr-defined]
+    logging.getLogger("megatron_fsdp.megatron_fsdp").addFilter(_is_not_about_cuda)
+
+
+class _ReadThrough(ModuleType):
+    """A module with some names of its own; every other name is the real module's."""
+
+    def __init__(self, real: ModuleType, **own: Any) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(own)
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _Event:
+    """An event that has happened already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Stream:
+    """A stream on which nothing is ever outstanding."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+
+_STREAM = _Stream()
+
+
+def _in_stream(stream: object) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _nothing(device: object = None) -> None:
+    """Do what waiting, or freeing cached memory, does where there is none."""
+
+
+_CUDA = {
+    "Event": _Event,
+    "Stream": _Stream,
+    "stream": _in_stream,
+    "current_stream": lambda device=None: _STREAM,
+    "default_stream": lambda device=None: _STREAM,
+    "current_device": lambda: 0,
+    "is_available": lambda: False,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+}
+
+
+#: The wheel calls them by names that torch has deprecated, which warns at each use.
+_COLLECTIVES = {
+    "all_gather_into_tensor": torch.distributed.all_gather_single,
+    "reduce_scatter_tensor": torch.distributed.reduce_scatter_single,
+}
+
+
+def _tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Make a tensor whose ``cuda()`` is itself: the wheel moves a freshly made one so."""
+    tensor = torch.tensor(*args, **kwargs)
+    tensor.cuda = lambda *_, **__: tensor  # type: ignore[method-assign]
+    return tensor
+
+
+class _Finished:
+    """The handle of collectives that are done."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+
+@contextmanager
+def _coalesce_synchronously(
+    group: Any = None, device: Any = None, async_ops: bool = False
+) -> Iterator[_Finished]:
+    """Coalesce collectives and wait for them.
+
+    torch 2.13's gloo corrupts the heap when two coalesced asynchronous all-gathers are in
+    flight: a quarter of all runs crash. Waiting costs the overlap, not the coalescing.
+    """
+    with distributed_c10d._coalescing_manager(group, device, async_ops=False):
+        yield _Finished()
+
+
+def _is_not_about_cuda(record: logging.LogRecord) -> bool:
+    """Drop the warning that the model is not on the current CUDA device, which is the intent."""
+    return "instead of the current device" not in record.getMessage()

@@ -1,0 +1,79 @@
+"""Where this rank's part of a parameter lies in the whole.
+
+The wheel cuts parameters at arbitrary rows, so that ranks hold uneven parts or none, and neither
+torch's own layout computations nor its gathers apply. What it cut is on each of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+__all__ = ["local_of", "offsets_of", "original_of", "part_of", "shard_dims"]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that is on this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def original_of(parameter: Tensor) -> Tensor:
+    """Return the parameter that the model computes with in place of a distributed one."""
+    original: Tensor = parameter.orig_param  # type: ignore[attr-defined]
+    return original
+
+
+def shard_dims(parameter: DTensor) -> tuple[int, ...]:
+    """Return the dimensions of its mesh over which a parameter is sharded."""
+    return tuple(
+        dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()
+    )
+
+
+def offsets_of(parameter: DTensor) -> tuple[int, ...]:
+    """Return the indices in the whole parameter at which this rank's part begins."""
+    shape, offsets = _tensor_parallel_part(parameter)
+    first, _ = _flat_range(parameter, shape)
+    rows = first // max(1, _numel(shape[1:]))
+    return (offsets[0] + rows, *offsets[1:]) if offsets else ()
+
+
+def part_of(full: Tensor, parameter: DTensor) -> Tensor:
+    """Return this rank's part of a tensor that has the shape of the whole parameter.
+
+    ``full`` may also have the shape of this rank's tensor-parallel part.
+    """
+    shape, offsets = _tensor_parallel_part(parameter)
+    if full.shape == parameter.shape:
+        ends = (start + size for start, size in zip(offsets, shape, strict=True))
+        full = full[tuple(slice(s, e) for s, e in zip(offsets, ends, strict=True))]
+    first, last = _flat_range(parameter, shape)
+    return full.reshape(-1)[first:last].view(local_of(parameter).shape)
+
+
+def _tensor_parallel_part(parameter: DTensor) -> tuple[Sequence[int], Sequence[int]]:
+    """Return shape and offsets of what tensor parallelism left to this rank."""
+    original = original_of(parameter)
+    if not isinstance(original, DTensor):
+        return original.shape, (0,) * original.dim()
+    return compute_local_shape_and_global_offset(
+        original.shape, original.device_mesh, original.placements
+    )
+
+
+def _flat_range(parameter: DTensor, shape: Sequence[int]) -> tuple[int, int]:
+    """Return where this rank's part begins and ends in a tensor of ``shape``, flattened."""
+    size = _numel(shape)
+    if local_of(parameter).numel() == size:
+        return 0, size
+    # Set by the wheel on the parameters of every stage that shards.
+    part: slice = parameter.megatron_fsdp_slice  # type: ignore[attr-defined]
+    return part.start, part.stop
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,81 @@
+"""Loading a state dict into a wrapped model, of full tensors or of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from polyshard.discovery import describe_owner
+from polyshard.exceptions import RebuildError
+from polyshard_megatron_fsdp._layout import part_of
+from polyshard_megatron_fsdp._model import ShardedModel
+
+__all__ = ["accept_full_tensors", "shard_like"]
+
+
+def accept_full_tensors(model: ShardedModel) -> None:
+    """Let ``load_state_dict`` of the model, and of each module in it, take full tensors too."""
+    # The module's hooks must not keep the model alive that holds the module.
+    owner = ref(model)
+
+    def before(
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: Mapping[str, Any],
+        *_: Any,
+    ) -> None:
+        current = owner()
+        if current is not None:
+            current.show_distributed()
+            _refuse_assignment(current, metadata)
+            _shard_values(module, state, prefix)
+
+    def after(*_: Any) -> None:
+        current = owner()
+        if current is not None and not current.record.rebuilding:
+            # What was gathered before has the old values.
+            current.synchronize_param_gather()
+
+    for module in model.module.modules():
+        module.register_load_state_dict_pre_hook(before)
+    model.module.register_load_state_dict_post_hook(after)
+
+
+def shard_like(full: Tensor, parameter: DTensor) -> DTensor:
+    """Return this rank's part of a full tensor, placed like a parameter of the same shape."""
+    return DTensor.from_local(
+        part_of(full.detach(), parameter).to(parameter.device, copy=True),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _refuse_assignment(model: ShardedModel, metadata: Mapping[str, Any]) -> None:
+    """Refuse to let parameters be replaced where nobody puts them back.
+
+    Raises:
+        RebuildError: ``assign=True`` outside ``rebuild``.
+    """
+    if metadata.get("assign_to_params_buffers") and not model.record.rebuilding:
+        raise RebuildError(
+            f"{describe_owner(accept_full_tensors)}: load_state_dict(assign=True) replaces "
+            "parameters, which a model under Megatron-FSDP would go on without; put it inside "
+            "polyshard.rebuild(model, config), or load without assign"
+        )
+
+
+def _shard_values(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            continue
+        if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            state[prefix + name] = shard_like(value, parameter)

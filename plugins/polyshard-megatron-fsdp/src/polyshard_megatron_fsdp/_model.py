@@ -1,0 +1,200 @@
+"""The wrapped model: the wheel's, with what a training script may rely on added."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from attrs import Factory, define
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from polyshard.discovery import describe_owner
+from polyshard.exceptions import PolyshardError, UnsupportedError
+from polyshard_megatron_fsdp._layout import local_of, original_of
+from polyshard_megatron_fsdp._megatron import MegatronFSDP
+from polyshard_megatron_fsdp._mesh import Topology
+from polyshard_megatron_fsdp.config import MegatronFSDPConfig
+
+__all__ = ["NotFiniteError", "Record", "ShardedModel", "adopt", "wrapped"]
+
+
+class NotFiniteError(PolyshardError, ValueError):
+    """A gradient has a NaN or an infinity in it."""
+
+
+@define(eq=False)
+class Record:
+    """What is known of one wrapped model.
+
+    Attributes:
+        config: The config that it was wrapped with.
+        topology: The dimensions of its mesh.
+        by_hand: Whether the script may step an optimizer that was not sharded, and call the
+            wheel's own methods around it.
+        optimizers: The optimizers that were sharded for it.
+        unreduced: Microbatches whose gradients are not reduced yet.
+        reduced: Whether the gradients that are there are reduced.
+        with_gradient: Positions of the parameters that got a gradient since they were zeroed.
+        not_finite: Positions of the parameters whose gradient was not finite.
+        rebuilding: Whether a script is replacing parameters inside ``rebuild``.
+        before_rebuild: What ``snapshot_distributed_param_attrs`` remembered besides its result.
+    """
+
+    config: MegatronFSDPConfig
+    topology: Topology
+    by_hand: bool = False
+    optimizers: WeakSet[Optimizer] = Factory(WeakSet)
+    unreduced: int = 0
+    reduced: bool = False
+    with_gradient: set[int] = Factory(set)
+    not_finite: set[int] = Factory(set)
+    rebuilding: bool = False
+    before_rebuild: object = None
+
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether a second reduction would count the gradients of the first again."""
+        return self.config.zero_dp_strategy < 2 or self.topology.outer is not None
+
+
+class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not typed.
+    """A ``MegatronFSDP`` whose parameters are the distributed ones whenever a script looks.
+
+    It is never built: ``adopt`` makes one of the model that the wheel built.
+    """
+
+    record: Record
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; without gradients the parameters are back in place afterwards."""
+        output = super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            # No backward will put them back, and the raw ones may have no storage.
+            self.show_distributed()
+        return output
+
+    def show_distributed(self) -> None:
+        """Let the module hold the parameters that optimizers step."""
+        self._replace_param_with_distributed_if_needed()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Wait for the reduction; parameters without a gradient on every rank have none after."""
+        super().finish_grad_sync(force_all_reduce)
+        self.record.reduced = True
+        self.record.unreduced = 0
+        self._settle_gradients()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; the wheel's buffers have no part in the module's own."""
+        super().zero_grad(set_to_none)
+        self.zero_grad_buffer()
+
+    def zero_grad_buffer(self) -> None:
+        """Forget all gradients."""
+        super().zero_grad_buffer()
+        self.record.reduced = False
+        self.record.unreduced = 0
+        self.record.with_gradient.clear()
+        self.record.not_finite.clear()
+
+    def synchronize_param_gather(self) -> None:
+        """Forget what was gathered, and put the distributed parameters in place."""
+        pipeline = self.all_gather_pipeline
+        # The wheel waits as well, and warns about it each time: prefetching a part of the model
+        # that is not trained leaves a gather behind in every step.
+        while pipeline.param_gather_event_map:
+            pipeline.wait_bucket_ready(*next(iter(pipeline.param_gather_event_map)))
+        super().synchronize_param_gather()
+
+    def distributed_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that optimizers step, tied ones once, in an order all ranks share.
+
+        Names are those in the wrapped module.
+        """
+        named: list[tuple[str, nn.Parameter]] = (
+            self.param_and_grad_buffer.optimizer_named_parameters
+        )
+        return named
+
+    def _settle_gradients(self) -> None:
+        """Tell all ranks which parameters got a gradient, and which of these is not finite.
+
+        The wheel gives zeros to a parameter that no rank used, and an optimizer with momentum or
+        weight decay would move it; plain PyTorch leaves its gradient None.
+        """
+        parameters = self.distributed_parameters()
+        flags = torch.zeros(2, len(parameters), dtype=torch.uint8)
+        flags[0, list(self.record.with_gradient)] = 1
+        flags[1, list(self.record.not_finite)] = 1
+        flags = flags.to(self.device)
+        for group in self._groups():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        used, not_finite = flags.tolist()
+        if any(not_finite):
+            names = [name for (name, _), bad in zip(parameters, not_finite, strict=True) if bad]
+            raise NotFiniteError(
+                "report_nan_in_param_grad: expected finite gradients, found NaN or infinity in "
+                f"{', '.join(names)}"
+            )
+        for (_, parameter), has_gradient in zip(parameters, used, strict=True):
+            if not has_gradient:
+                parameter.grad = None
+
+    def _groups(self) -> list[dist.ProcessGroup]:
+        groups = [self.dist_index.get_dp_group()]
+        tensor = self.record.topology.tensor
+        if tensor is not None:
+            groups.append(self.record.topology.mesh[tensor].get_group())
+        return groups
+
+
+def adopt(model: Any, record: Record) -> ShardedModel:
+    """Make a ``ShardedModel`` of a model that the wheel built."""
+    # The wheel builds its own class; like torch's fully_shard we change the class of the result.
+    model.__class__ = ShardedModel
+    sharded: ShardedModel = model
+    sharded.record = record
+    for position, (_, parameter) in enumerate(sharded.distributed_parameters()):
+        _observe_gradients(original_of(parameter), position, record)
+    return sharded
+
+
+def wrapped(model: nn.Module) -> ShardedModel:
+    """Return a model that the strategy wrapped.
+
+    Raises:
+        UnsupportedError: The strategy did not wrap it.
+    """
+    if not isinstance(model, ShardedModel):
+        raise UnsupportedError(
+            f"{describe_owner(wrapped)}: expected the model that parallelize returned, found "
+            f"{type(model).__name__}, which is not wrapped with Megatron-FSDP"
+        )
+    return model
+
+
+def _observe_gradients(parameter: Any, position: int, record: Record) -> None:
+    """Note which parameters get a gradient, before the wheel takes it away."""
+    if not parameter.requires_grad:
+        return
+
+    def note(_: Tensor) -> None:
+        if record.reduced and record.reduces_in_place:
+            raise UnsupportedError(
+                "expected the gradients to be zeroed before the next backward, found reduced ones, "
+                f"which zero_dp_strategy={record.config.zero_dp_strategy} would reduce again; "
+                "call optimizer.zero_grad() after each step, and put microbatches in "
+                "polyshard.accumulate(model, config, last=...)"
+            )
+        record.with_gradient.add(position)
+
+    def check(gradient: Tensor) -> None:
+        if not torch.isfinite(local_of(gradient)).all():
+            record.not_finite.add(position)
+
+    parameter.register_post_accumulate_grad_hook(note)
+    if record.config.report_nan_in_param_grad:
+        parameter.register_hook(check)

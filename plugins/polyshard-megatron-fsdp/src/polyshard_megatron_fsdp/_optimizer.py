@@ -1,0 +1,149 @@
+"""Sharding an optimizer: its parameters, its groups, its step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from polyshard.discovery import describe_owner
+from polyshard.exceptions import OptimizerError
+from polyshard.optimizers import canonical_parameters
+from polyshard_megatron_fsdp._guard import refuse_empty, refuse_unshardable
+from polyshard_megatron_fsdp._layout import original_of
+from polyshard_megatron_fsdp._load import shard_like
+from polyshard_megatron_fsdp._megatron import fully_shard_optimizer
+from polyshard_megatron_fsdp._mends import without_first_step
+from polyshard_megatron_fsdp._model import ShardedModel, wrapped
+from polyshard_megatron_fsdp._rebuild import REPLACES
+
+__all__ = ["rebind", "shard"]
+
+
+def shard(
+    model: nn.Module, optimizer: Optimizer, *, preprocess_state_dict: bool = True
+) -> Optimizer:
+    """Make an optimizer step the shards of a wrapped model; the same object is returned.
+
+    It takes no step, and its groups, hyperparameters and state stay.
+
+    Raises:
+        OptimizerNotShardableError: Its update needs whole matrices.
+        OptimizerError: It has no parameters, or those of another model.
+    """
+    sharded = wrapped(model)
+    if optimizer in sharded.record.optimizers:
+        return optimizer
+    refuse_unshardable(optimizer)
+    refuse_empty(optimizer)
+    sharded.show_distributed()
+    _take_distributed(optimizer, sharded)
+    _stamp_owner(sharded)
+    with _in_one_group(optimizer), without_first_step(optimizer):
+        fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=preprocess_state_dict)
+    _keep_in_step(optimizer, sharded)
+    sharded.record.optimizers.add(optimizer)
+    return optimizer
+
+
+def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], model: ShardedModel) -> None:
+    """Put the distributed parameters in the places of those that the optimizer was built on.
+
+    Groups and their options stay; of state of a parameter's shape each rank keeps its part.
+
+    Args:
+        optimizer: Changed in place.
+        names: The user's name of each parameter that it held before the wrap.
+        model: The wrapped model.
+    """
+    present = canonical_parameters(model.module)
+    for group in optimizer.param_groups:
+        group["params"][:] = [present[names[parameter]] for parameter in group["params"]]
+    for old, name in names.items():
+        state = optimizer.state.pop(old, None)
+        if state is not None:
+            optimizer.state[present[name]] = {
+                key: _shard_state(value, present[name]) for key, value in state.items()
+            }
+
+
+def _shard_state(value: Any, parameter: Tensor) -> Any:
+    """Return this rank's part of a tensor of the parameter's shape, anything else as it is."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    assert isinstance(parameter, DTensor)
+    return shard_like(value, parameter)
+
+
+def _take_distributed(optimizer: Optimizer, model: ShardedModel) -> None:
+    """Give an optimizer that was built during a forward the parameters it should have had.
+
+    Raises:
+        OptimizerError: A parameter is not the model's.
+    """
+    distributed = {id(p): p for _, p in model.distributed_parameters()}
+    stands_for = {id(original_of(p)): p for p in distributed.values()} | distributed
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in held:
+        # One that a script put in the model inside rebuild, and built the optimizer on.
+        if (old := getattr(parameter, REPLACES, None)) is not None and id(old) in distributed:
+            stands_for[id(parameter)] = old
+    foreign = sum(id(parameter) not in stands_for for parameter in held)
+    if foreign:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}: expected parameters of the {type(model.module).__name__} "
+            f"that {describe_owner(shard)} wrapped, found {foreign} of {len(held)} that are not; "
+            "build the optimizer on what parallelize returned, and replace parameters only "
+            "inside polyshard.rebuild(model, config)"
+        )
+    for group in optimizer.param_groups:
+        group["params"][:] = [stands_for[id(parameter)] for parameter in group["params"]]
+
+
+def _stamp_owner(model: ShardedModel) -> None:
+    """Put the model on its parameters again: the wheel finds it there, and casts lose it."""
+    for _, parameter in model.distributed_parameters():
+        parameter.__dict__["_megatron_fsdp_model"] = model
+
+
+@contextmanager
+def _in_one_group(optimizer: Optimizer) -> Iterator[None]:
+    """Show one group with one parameter, and bring the real groups back.
+
+    The wheel looks at the first value of the first group's dict, whatever its key, and at the
+    first parameter in it, which an empty group has not. It also drops that one's gradient.
+    """
+    groups = optimizer.param_groups
+    first = next(parameter for group in groups for parameter in group["params"])
+    gradient = first.grad
+    optimizer.param_groups = [{"params": [first]}]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        first.grad = gradient
+
+
+def _keep_in_step(optimizer: Optimizer, model: ShardedModel) -> None:
+    """Gather parameters anew after each step, also those that a forward gathered before it."""
+
+    def before(*_: Any) -> None:
+        if model.record.unreduced:
+            warnings.warn(
+                f"{type(optimizer).__name__}.step: the gradients of {model.record.unreduced} "
+                "microbatches are not reduced yet and are left out; put the microbatch before the "
+                "step in polyshard.accumulate(model, config, last=True)",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def after(*_: Any) -> None:
+        model.synchronize_param_gather()
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)

@@ -1,0 +1,35 @@
+"""The wheel's mixed-precision policy for a config."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+
+from polyshard.exceptions import UnsupportedError
+from polyshard_megatron_fsdp._megatron import MixedPrecisionPolicy
+from polyshard_megatron_fsdp._wheel import require_wheel
+from polyshard_megatron_fsdp.config import MegatronFSDPConfig
+
+__all__ = ["policy_for"]
+
+
+def policy_for(config: MegatronFSDPConfig) -> Any:
+    """Return the policy that the installed wheel's ``fully_shard_model`` takes.
+
+    Raises:
+        UnsupportedError: The wheel's policy has no field for what the config asks for.
+    """
+    wanted = {
+        "main_params_dtype": torch.float32 if config.preserve_fp32_weights else None,
+        "main_grads_dtype": torch.float32 if config.grad_reduce_in_fp32 else None,
+    }
+    unknown = wanted.keys() - signature(MixedPrecisionPolicy).parameters.keys()
+    if unknown:
+        raise UnsupportedError(
+            f"megatron-fsdp {require_wheel()}: expected MixedPrecisionPolicy to accept "
+            f"{', '.join(sorted(unknown))}, which preserve_fp32_weights and grad_reduce_in_fp32 "
+            "mean, found no such field; install a version that has it, such as 0.6.1"
+        )
+    return MixedPrecisionPolicy(**wanted)

@@ -1,0 +1,229 @@
+"""Bringing a wrapped model back after a script has replaced its parameters.
+
+The wheel knows parameters by identity: its buffers, hooks and dicts are keyed by the objects made
+at the wrap, and each forward puts these back whatever the module holds. So values are moved, not
+objects: what the script put in the module is copied into the old storage, and the old objects
+return under all their names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from polyshard.discovery import describe_owner
+from polyshard.exceptions import RebuildError
+from polyshard_megatron_fsdp._layout import local_of, original_of, part_of
+from polyshard_megatron_fsdp._model import ShardedModel
+
+__all__ = ["REPLACES", "Snapshot", "remember", "restore"]
+
+#: Set on a parameter that a script put in the model, to the one that it stands for: an optimizer
+#: may have been built on it before the model was restored.
+REPLACES = "_polyshard_replaces"
+
+
+@frozen(eq=False)
+class _Kept:
+    """One distributed parameter as the wheel knows it.
+
+    Attributes:
+        names: All its names in the wrapped module, more than one if it is tied.
+        parameter: The object.
+        value: The tensor behind it; it shares the wheel's storage.
+        requires_grad: Whether it is trained, which the wheel settles at the wrap.
+        gradient: Its gradient, if any.
+        attributes: What is set on the object.
+    """
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    value: DTensor
+    requires_grad: bool
+    gradient: Tensor | None
+    attributes: dict[str, Any] = field(repr=False)
+
+
+@frozen(eq=False)
+class Snapshot:
+    """All distributed parameters of a model."""
+
+    kept: tuple[_Kept, ...]
+
+
+def remember(model: nn.Module) -> Snapshot | None:
+    """Put the distributed parameters in place and remember them; None for an unwrapped model."""
+    if not isinstance(model, ShardedModel):
+        return None
+    model.show_distributed()
+    model.record.rebuilding = True
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return Snapshot(
+        tuple(
+            _Kept(
+                names=tuple(names[id(parameter)]),
+                parameter=parameter,
+                value=_data(parameter),
+                requires_grad=parameter.requires_grad,
+                gradient=parameter.grad,
+                attributes=dict(parameter.__dict__),
+            )
+            for _, parameter in model.distributed_parameters()
+        )
+    )
+
+
+def _data(parameter: nn.Parameter) -> DTensor:
+    data = parameter.data
+    assert isinstance(data, DTensor)
+    return data
+
+
+@torch.no_grad()
+def restore(model: nn.Module, snapshot: object) -> None:
+    """Take over the values that the module holds, and put the remembered objects back.
+
+    Raises:
+        RebuildError: The wheel cannot take over what was done; the model is as it was before.
+    """
+    if not isinstance(model, ShardedModel) or not isinstance(snapshot, Snapshot):
+        return
+    model.record.rebuilding = False
+    try:
+        found = [_found(model.module, kept) for kept in snapshot.kept]
+        _refuse_strangers(model.module, snapshot)
+        values = [
+            _new_value(kept, parameters)
+            for kept, parameters in zip(snapshot.kept, found, strict=True)
+        ]
+    except RebuildError:
+        for kept in snapshot.kept:
+            _put_back(model.module, kept, [])
+        raise
+    for kept, parameters, value in zip(snapshot.kept, found, values, strict=True):
+        if value is not None:
+            local_of(kept.value).copy_(value)
+        _put_back(model.module, kept, parameters)
+    model.is_param_fsdp_distributed = True
+    model.install_optimized_model_weights()
+    # What was gathered before has the old values.
+    model.synchronize_param_gather()
+
+
+def _found(module: nn.Module, kept: _Kept) -> list[nn.Parameter]:
+    """Return the parameters that now stand under the names of a remembered one, each once."""
+    found: dict[int, nn.Parameter] = {}
+    for name in kept.names:
+        try:
+            parameter = module.get_parameter(name)
+        except AttributeError as error:
+            raise _error(f"a parameter {name!r}", "none", "put one there again") from error
+        found[id(parameter)] = parameter
+    return list(found.values())
+
+
+def _refuse_strangers(module: nn.Module, snapshot: Snapshot) -> None:
+    """Refuse parameters that were not there, and ties that were not there."""
+    known = {name: position for position, kept in enumerate(snapshot.kept) for name in kept.names}
+    owners: dict[int, tuple[int, str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name not in known:
+            raise _error(
+                "the parameters that were wrapped",
+                f"a new one, {name!r}",
+                "add it before parallelize",
+            )
+        position, other = owners.setdefault(id(parameter), (known[name], name))
+        if position != known[name]:
+            raise _error(
+                f"{other!r} and {name!r} to be two parameters, as they were wrapped",
+                "them tied",
+                "tie them before parallelize",
+            )
+
+
+def _new_value(kept: _Kept, found: list[nn.Parameter]) -> Tensor | None:
+    """Return this rank's part of a parameter's new value, None if it has not changed hands."""
+    changed = [p for p in found if p is not kept.parameter or not _is_at(p, kept.value)]
+    if not changed:
+        return None
+    # An alias that still is the old object had no say, unless nothing else has.
+    first, *others = [_part(parameter, kept) for parameter in changed]
+    if any(not torch.equal(first, other) for other in others):
+        raise _error(
+            f"{' and '.join(map(repr, kept.names))} to have one value, tied as they were wrapped",
+            "different values",
+            "give both the same value",
+        )
+    return first
+
+
+def _is_at(parameter: Tensor, value: DTensor) -> bool:
+    """Whether a parameter still has the storage, and the dtype, that it had."""
+    local, old = local_of(parameter), local_of(value)
+    return local.dtype == old.dtype and local.data_ptr() == old.data_ptr()
+
+
+def _part(parameter: nn.Parameter, kept: _Kept) -> Tensor:
+    value = parameter.detach()
+    if isinstance(value, DTensor):
+        same = value.device_mesh == kept.value.device_mesh
+        if not same or local_of(value).shape != local_of(kept.value).shape:
+            raise _error(
+                f"{kept.names[0]!r} placed as it was, or as a full tensor",
+                f"a DTensor placed as {value.placements} on {value.device_mesh}",
+                "gather it first",
+            )
+        part = local_of(value)
+    else:
+        # The layout is on the old object, unless a cast has just taken its attributes away.
+        layout = _with_attributes(kept)
+        if value.shape not in (kept.value.shape, local_of(original_of(layout)).shape):
+            raise _error(
+                f"{kept.names[0]!r} of shape {list(kept.value.shape)}",
+                str(list(value.shape)),
+                "keep the shape",
+            )
+        part = part_of(value, layout)
+    return part.to(local_of(kept.value), copy=True)
+
+
+def _with_attributes(kept: _Kept) -> Any:
+    kept.parameter.__dict__.update(kept.attributes)
+    return kept.parameter
+
+
+def _put_back(module: nn.Module, kept: _Kept, found: list[nn.Parameter]) -> None:
+    """Let the module hold the remembered object, with the storage and attributes that it had."""
+    old = kept.parameter
+    fresh = {k: v for p in found if p is not old for k, v in p.__dict__.items()}
+    if not _is_at(old, kept.value):
+        # A cast changes what is inside of the object; that change is undone.
+        _swap(old, nn.Parameter(kept.value, kept.requires_grad))
+    for name, value in kept.attributes.items():
+        old.__dict__.setdefault(name, value)
+    old.__dict__.update(fresh)
+    old.requires_grad_(kept.requires_grad)
+    old.grad = kept.gradient
+    for parameter in found:
+        if parameter is not old:
+            setattr(parameter, REPLACES, old)
+    for name in kept.names:
+        owner, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, old)
+
+
+def _swap(old: nn.Parameter, new: nn.Parameter) -> None:
+    torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+
+
+def _error(expected: str, found: str, cure: str) -> RebuildError:
+    return RebuildError(
+        f"{describe_owner(restore)}: after rebuild, expected {expected}, found {found}; {cure}"
+    )

@@ -1,0 +1,103 @@
+"""MegatronFSDPConfig, the config class that names the strategy ``megatron_fsdp``."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from attrs import Attribute, field, frozen
+
+from polyshard.config import DistributedConfig
+from polyshard.discovery import describe_owner
+from polyshard.exceptions import ConfigError
+from polyshard.fields import is_bool, is_one_of, optional
+
+__all__ = ["MegatronFSDPConfig"]
+
+
+def _names_units(instance: object, attribute: Attribute[Any], value: object) -> None:
+    """Accept a module class, its dotted path or bare name, or a non-empty sequence of these."""
+    entries = value if isinstance(value, list | tuple) else [value]
+    if not entries or not all(isinstance(e, type) or (isinstance(e, str) and e) for e in entries):
+        raise ConfigError(
+            f"{type(instance).__name__}.{attribute.name} ({describe_owner(type(instance))}): "
+            "expected a module class, its name or dotted path, or a list of these, "
+            f"found {value!r}"
+        )
+
+
+@frozen(kw_only=True)
+class MegatronFSDPConfig(DistributedConfig):
+    """Megatron-FSDP: parameters, gradients and optimizer state sharded by ZeRO stage.
+
+    Attributes:
+        megatron_fsdp_unit_modules: Classes of the modules whose parameters are gathered and
+            freed together: a class, a dotted path, a bare class name, or a list. None derives
+            them from the model (``_no_split_modules``, else the class of the repeated block).
+        zero_dp_strategy: What is sharded over the data-parallel ranks: 0 nothing, 1 optimizer
+            state, 2 gradients as well, 3 parameters as well.
+        init_fsdp_with_meta_device: Whether the model is on the meta device and is initialized
+            shard by shard, by the ``reset_parameters`` of its modules; not with stage 0.
+        grad_reduce_in_fp32: Whether gradients are reduced and accumulated in float32; False
+            uses the dtype of the parameters.
+        preserve_fp32_weights: Whether the optimizer steps a float32 copy of the weights; False
+            steps the weights in the dtype that the model computes in.
+        overlap_grad_reduce: Whether gradients are reduced during backward. Stages 2 and 3
+            always do.
+        overlap_param_gather: Whether parameters are gathered ahead of their use. Stage 3
+            always does.
+        check_for_nan_in_grad: Has no effect in the wheels that are supported, which is said
+            once; ``report_nan_in_param_grad`` is what checks.
+        report_nan_in_param_grad: Whether each gradient is checked for NaN and infinity; the
+            step then fails on every rank and names the parameters.
+        average_in_collective: Whether the reduction itself averages gradients, instead of a
+            division before it. gloo cannot, so that there the division stays.
+        disable_bucketing: Whether parameters are not split into buckets by size.
+        calculate_per_token_loss: Whether gradients are summed over the ranks, not averaged, for
+            losses that the script divides by the number of tokens itself.
+        keep_fp8_transpose_cache: Whether FP8 parameters keep their transposed copy; needs
+            Transformer Engine.
+        nccl_ub: Whether NCCL user buffers are used; needs CUDA and NCCL's allocator.
+        fsdp_double_buffer: Whether gathered parameters live in two persistent buffers.
+        activation_checkpointing: Whether each unit's activations are recomputed in backward.
+        outer_dp_sharding_strategy: With two data-parallel dimensions (HSDP), what is sharded
+            over the outer one: 0 nothing, 1 optimizer state (with stage 3 only).
+        tp_plan: How modules are split over the mesh dimension ``tp``: module name to parallel
+            style (or its name, such as ``"colwise"``). None takes the model's own plan.
+    """
+
+    strategy: ClassVar[str] = "megatron_fsdp"
+
+    megatron_fsdp_unit_modules: Any = field(default=None, validator=optional(_names_units))
+    zero_dp_strategy: int = field(default=3, validator=is_one_of(0, 1, 2, 3))
+    init_fsdp_with_meta_device: bool = field(default=False, validator=is_bool)
+    grad_reduce_in_fp32: bool = field(default=False, validator=is_bool)
+    preserve_fp32_weights: bool = field(default=False, validator=is_bool)
+    overlap_grad_reduce: bool = field(default=True, validator=is_bool)
+    overlap_param_gather: bool = field(default=True, validator=is_bool)
+    check_for_nan_in_grad: bool = field(default=True, validator=is_bool)
+    report_nan_in_param_grad: bool = field(default=False, validator=is_bool)
+    average_in_collective: bool = field(default=False, validator=is_bool)
+    disable_bucketing: bool = field(default=False, validator=is_bool)
+    calculate_per_token_loss: bool = field(default=False, validator=is_bool)
+    keep_fp8_transpose_cache: bool = field(default=False, validator=is_bool)
+    nccl_ub: bool = field(default=False, validator=is_bool)
+    fsdp_double_buffer: bool = field(default=False, validator=is_bool)
+    activation_checkpointing: bool = field(default=False, validator=is_bool)
+    outer_dp_sharding_strategy: int = field(default=0, validator=is_one_of(0, 1))
+    tp_plan: Any = field(default=None)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse the combinations of fields that cannot work."""
+        if self.init_fsdp_with_meta_device and self.zero_dp_strategy == 0:
+            self._refuse(
+                "init_fsdp_with_meta_device=True needs zero_dp_strategy 1, 2 or 3, found 0, under "
+                "which every rank holds the whole model; build the model on its device instead"
+            )
+        if self.outer_dp_sharding_strategy == 1 and self.zero_dp_strategy != 3:
+            self._refuse(
+                "outer_dp_sharding_strategy=1 needs zero_dp_strategy=3, "
+                f"found {self.zero_dp_strategy}"
+            )
+
+    def _refuse(self, problem: str) -> None:
+        raise ConfigError(f"{type(self).__name__} ({describe_owner(type(self))}): {problem}")

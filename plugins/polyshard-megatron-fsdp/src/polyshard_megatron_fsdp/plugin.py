@@ -1,0 +1,89 @@
+"""Megatron-FSDP: parameters, gradients and optimizer state sharded by ZeRO stage 0 to 3."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from polyshard.hookspecs import hookimpl
+from polyshard_megatron_fsdp._wheel import require_wheel
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from polyshard_megatron_fsdp.config import MegatronFSDPConfig
+
+# Loading the plugin is when a wheel that is missing or too old should be found out.
+require_wheel()
+
+
+@hookimpl
+def parallelize(
+    config: MegatronFSDPConfig,
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    optimizer: Optimizer | None,
+) -> tuple[nn.Module, Optimizer | None]:
+    """Wrap the model, and give the optimizer the parameters of the wrapped one."""
+    from polyshard_megatron_fsdp._wrap import parallelize
+
+    return parallelize(config, model, mesh, optimizer)
+
+
+@hookimpl
+def shard_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """Make the optimizer step the shards of the model; it takes no step."""
+    from polyshard_megatron_fsdp._optimizer import shard
+
+    return shard(model, optimizer)
+
+
+@hookimpl
+def pre_rebuild(model: nn.Module) -> object:
+    """Remember the distributed parameters, which the wheel knows by identity."""
+    from polyshard_megatron_fsdp._rebuild import remember
+
+    return remember(model)
+
+
+@hookimpl
+def post_rebuild(model: nn.Module, snapshot: object) -> None:
+    """Move the new values into the distributed parameters and put these back."""
+    from polyshard_megatron_fsdp._rebuild import restore
+
+    restore(model, snapshot)
+
+
+@hookimpl
+def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    """Leave gradients unreduced in all microbatches but the last."""
+    from polyshard_megatron_fsdp._step import accumulate
+
+    return accumulate(model, last)
+
+
+@hookimpl
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> float:
+    """Clip by the norm over all ranks, those with empty shards included."""
+    from polyshard_megatron_fsdp._step import clip_grad_norm
+
+    return clip_grad_norm(model, max_norm, norm_type)
+
+
+@hookimpl
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Gather the weights that the optimizer steps, and copy the persistent buffers."""
+    from polyshard_megatron_fsdp._gather import full_state_dict
+
+    return full_state_dict(model)
+
+
+@hookimpl
+def parameter_bytes(model: nn.Module) -> int:
+    """Count the buffers that hold weights on this rank: computing and main copies."""
+    from polyshard_megatron_fsdp._gather import parameter_bytes
+
+    return parameter_bytes(model)
