@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -59,8 +60,14 @@ class ConfigSource:
         Raises:
             ConfigError: The first fault, with the file and line where it stands.
         """
-        try:
+        with self.located():
             return structure(self.values, cls)
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Say where in the file a key stands that the body finds fault with."""
+        try:
+            yield
         except KeyPathError as error:
             raise ConfigError(f"{self.locate(error.path)}: {error}") from error
 

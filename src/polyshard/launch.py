@@ -26,7 +26,15 @@ from polyshard.exceptions import LaunchError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["Interrupted", "Job", "JobFailedError", "check_capacity", "default_threads", "launch"]
+__all__ = [
+    "Interrupted",
+    "Job",
+    "JobFailedError",
+    "check_capacity",
+    "default_processes",
+    "default_threads",
+    "launch",
+]
 
 #: What a process needs to import torch and join a group, before it builds any model.
 _BYTES_PER_PROCESS = 256 * 1024**2
@@ -118,6 +126,15 @@ def default_threads(processes: int) -> int:
     """Return how many threads each of so many processes can have a core for, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // processes)
+
+
+def default_processes(device: str | None) -> int:
+    """Return how many processes to start if nobody says: one for each CUDA device, or one."""
+    if device == "cpu":
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
 
 
 def check_capacity(job: Job) -> None:

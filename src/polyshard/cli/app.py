@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -11,7 +12,9 @@ import click
 from polyshard import __version__
 from polyshard.cli.compare import compare_command
 from polyshard.cli.strategies import strategies
+from polyshard.cli.train import train
 from polyshard.exceptions import ConfigError, PolyshardError, StrategyNotFoundError
+from polyshard.launch import Interrupted, JobFailedError
 
 __all__ = ["main"]
 
@@ -31,6 +34,7 @@ def polyshard() -> None:
 
 polyshard.add_command(compare_command)
 polyshard.add_command(strategies)
+polyshard.add_command(train)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -51,15 +55,25 @@ def _run(arguments: Sequence[str] | None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except _USAGE_ERRORS as error:
-        return _report(error, USAGE_ERROR)
+    except (KeyboardInterrupt, click.Abort):
+        return _report_interruption(signal.SIGINT)
+    except Interrupted as interruption:
+        return _report_interruption(interruption.signal)
     except PolyshardError as error:
-        return _report(error, FAILED_RUN)
+        _report(error)
+        return USAGE_ERROR if isinstance(error, _USAGE_ERRORS) else FAILED_RUN
     return status if isinstance(status, int) else SUCCESS
 
 
-def _report(error: PolyshardError, status: int) -> int:
+def _report(error: PolyshardError) -> None:
+    """Print an error: what a process told of its failure first, in one line what it means last."""
+    if isinstance(error, JobFailedError) and error.details:
+        click.echo(error.details.rstrip(), err=True)
     click.echo(f"polyshard: error: {error}", err=True)
     for note in getattr(error, "__notes__", ()):
-        click.echo(note, err=True)
-    return status
+        click.echo(f"  {note}", err=True)
+
+
+def _report_interruption(number: signal.Signals) -> int:
+    click.echo(f"polyshard: interrupted by {number.name}; nothing is left running", err=True)
+    return 128 + number

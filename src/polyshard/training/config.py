@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from attrs import Attribute, field, frozen
-from attrs.converters import optional as none_or
 
 from polyshard.config import DistributedConfig
-from polyshard.exceptions import ConfigError
+from polyshard.exceptions import ConfigError, PolyshardError
 from polyshard.fields import is_int, is_number, is_one_of, is_str, optional
 from polyshard.resolve import resolve_config
-from polyshard.structuring import unstructure
+from polyshard.structuring import KeyPathError, unstructure
 
 __all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "TrainingConfig"]
 
@@ -74,6 +73,18 @@ class OptimizerConfig:
         return 0.001 if self.name == "adamw" else 0.02
 
 
+def _to_distributed(value: object) -> DistributedConfig | None:
+    """Resolve what a file says of the strategy; errors get the key under which it stands."""
+    if value is None:
+        return None
+    try:
+        return resolve_config(value)  # type: ignore[arg-type]
+    except KeyPathError as error:
+        raise KeyPathError(error.problem, ("distributed", *error.path)) from error
+    except PolyshardError as error:
+        raise KeyPathError(str(error), ("distributed", "strategy")) from error
+
+
 @frozen(kw_only=True)
 class TrainingConfig:
     """One run: a model, a text, an optimizer and a strategy.
@@ -92,8 +103,7 @@ class TrainingConfig:
         seed: Of the initial weights and of the order of the text.
     """
 
-    # cattrs hands the raw value to the converter, which finds the class by the strategy's name.
-    distributed: DistributedConfig | None = field(converter=none_or(resolve_config))
+    distributed: DistributedConfig | None = field(converter=_to_distributed)
     model: ModelConfig = field(factory=ModelConfig)
     data: DataConfig = field(factory=DataConfig)
     optimizer: OptimizerConfig = field(factory=OptimizerConfig)
@@ -114,11 +124,12 @@ class TrainingConfig:
         """Raise unless so many ranks can divide a batch evenly.
 
         Raises:
-            ConfigError: Shares would differ in size, so that their mean would not be the batch's.
+            KeyPathError: Shares would differ in size, so that their mean would not be the batch's.
         """
         parts = world_size * self.microbatches
         if self.batch_size % parts:
-            raise ConfigError(
-                f"batch_size: expected a multiple of {parts} ({world_size} processes x "
-                f"{self.microbatches} microbatches), found {self.batch_size}"
+            raise KeyPathError(
+                f"expected a multiple of {parts} ({world_size} processes x {self.microbatches} "
+                f"microbatches), found {self.batch_size}",
+                ("batch_size",),
             )

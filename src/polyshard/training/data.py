@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyshard.exceptions import ConfigError
+from polyshard.structuring import KeyPathError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ def read_text(path: str | None) -> bytes:
     """Return the bytes of a file, or for None those of the topics that come with Python.
 
     Raises:
-        ConfigError: The file cannot be read.
+        KeyPathError: The file cannot be read.
     """
     if path is None:
         from pydoc_data.topics import topics
@@ -30,9 +30,10 @@ def read_text(path: str | None) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(
-            f"data.path: expected a text file, found {Path(path).absolute()}, which cannot be "
-            f"read: {error.strerror}"
+        raise KeyPathError(
+            f"expected a text file, found {Path(path).absolute()}, which cannot be read: "
+            f"{error.strerror}",
+            ("data", "path"),
         ) from error
 
 
@@ -47,7 +48,7 @@ class Batches:
         config: Says how long a window is, how many make a batch, and the seed.
 
     Raises:
-        ConfigError: The text is too short for one batch.
+        KeyPathError: The text is too short for one batch.
     """
 
     def __init__(self, text: bytes, config: TrainingConfig) -> None:
@@ -61,10 +62,11 @@ class Batches:
         self._order = lru_cache(maxsize=2)(self._shuffled)
         if self._windows < self._size:
             source = config.data.path or "the built-in text"
-            raise ConfigError(
-                f"data.path: expected at least {self._size * self._length:,} bytes, a batch of "
-                f"{self._size} sequences of {self._length} bytes, found {len(text):,} in "
-                f"{source}; give a longer text, or a smaller batch_size or data.sequence_length"
+            raise KeyPathError(
+                f"expected at least {self._size * self._length:,} bytes, a batch of {self._size} "
+                f"sequences of {self._length} bytes, found {len(text):,} in {source}; give a "
+                "longer text, or a smaller batch_size or data.sequence_length",
+                ("data", "path"),
             )
 
     def windows(self, step: int) -> list[int]:

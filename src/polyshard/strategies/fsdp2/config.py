@@ -48,7 +48,7 @@ class CPUOffload:
 def _to_mixed_precision(value: object) -> object:
     """Accept a mapping and torch's ``MixedPrecisionPolicy`` in place of ``MixedPrecision``."""
     if isinstance(value, Mapping):
-        return structure(value, MixedPrecision)
+        return structure(value, MixedPrecision, path=("mp_policy",))
     if _is_torch(value, "MixedPrecisionPolicy"):
         return MixedPrecision(**{name: getattr(value, name) for name in _POLICY_FIELDS})
     return value
@@ -57,7 +57,7 @@ def _to_mixed_precision(value: object) -> object:
 def _to_offload(value: object) -> object:
     """Accept a mapping and torch's offload policies in place of ``CPUOffload``."""
     if isinstance(value, Mapping):
-        return structure(value, CPUOffload)
+        return structure(value, CPUOffload, path=("offload_policy",))
     if _is_torch(value, "CPUOffloadPolicy"):
         return CPUOffload(pin_memory=value.pin_memory)  # type: ignore[attr-defined]
     return None if _is_torch(value, "OffloadPolicy") else value
