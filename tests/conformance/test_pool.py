@@ -121,6 +121,10 @@ def kill_self(number):
     os.kill(os.getpid(), number)
 
 
+def surroundings():
+    return os.environ.get("SET_LATER"), Path.cwd()
+
+
 def return_lock():
     return threading.Lock()
 
@@ -132,7 +136,7 @@ def leave_group():
 
 
 def open_many_files():
-    for _ in range(300):
+    for _ in range(600):
         os.dup(0)
 
 
@@ -160,6 +164,14 @@ def test_without_process_group_nothing_tells_of_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with RankPool(1, process_group=False) as pool:
         assert pool.run(place) == [Place(-1, -1, (None,) * 4)]
+
+
+def test_ranks_started_late_see_what_the_caller_had_when_it_made_the_pool(tmp_path, monkeypatch):
+    folder = Path.cwd()
+    with RankPool(1, process_group=False) as pool:
+        monkeypatch.setenv("SET_LATER", "1")
+        monkeypatch.chdir(tmp_path)
+        assert pool.run(surroundings) == [(None, folder)]
 
 
 @pytest.mark.parametrize(("size", "process_group"), [(0, True), (-1, True), (2, False)])

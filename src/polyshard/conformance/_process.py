@@ -30,7 +30,7 @@ _STACKS_PATIENCE = 2.0  # seconds
 class Worker:
     """One rank's process, with a pipe to it and files for its output and its stacks."""
 
-    def __init__(self, rank: int, folder: Path, environment: dict[str, str]) -> None:
+    def __init__(self, rank: int, folder: Path, *, env: dict[str, str], cwd: Path) -> None:
         self.rank = rank
         self._output = folder / f"rank{rank}.log"
         self._stacks = folder / f"rank{rank}.stacks"
@@ -46,7 +46,8 @@ class Worker:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=env,
+                cwd=cwd,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the pool, which ends its workers
             )

@@ -21,7 +21,7 @@ from polyshard.conformance.failures import RankFailure
 
 # A process group that a function leaves behind keeps its sockets, and a process may often have no
 # more than 1,024 files open.
-_MANY_OPEN_FILES = 256
+_MANY_OPEN_FILES = 512
 
 
 @dataclass(frozen=True)

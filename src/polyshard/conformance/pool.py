@@ -43,11 +43,16 @@ class RankPool:
     rank can have a device of its own. With ``process_group=False`` there is one process and no
     group. The calling process need not import torch.
 
-    Workers find ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` as torchrun sets
+    Workers have the environment, folder and import path that the caller had when it made the pool.
+    They find ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and ``LOCAL_WORLD_SIZE`` as torchrun sets
     them, run on one thread, and use Python's default warning filters (or ``PYTHONWARNINGS``);
     filters that a function sets end with it. What else a function changes, such as the random
     state or its modules, stays until the workers are replaced: after any failure, and whenever a
     function leaves another default process group or hundreds of open files behind.
+
+    Attributes:
+        timeout: Seconds that a run may take; it may be changed between runs.
+        grace: Seconds that the other ranks get after the first failure; likewise.
     """
 
     def __init__(
@@ -58,11 +63,10 @@ class RankPool:
         timeout: float = 120.0,
         grace: float = 3.0,
     ) -> None:
-        """Prepare a pool.
+        """Prepare a pool; it starts no process yet.
 
-        ``timeout`` is how many seconds a run may take, ``grace`` how many the other ranks get
-        after the first failure; both are attributes that can be changed between runs.
-        Raises ValueError for a size below 1, or above 1 without a process group.
+        Raises:
+            ValueError: The size is below 1, or above 1 without a process group.
         """
         if world_size < 1:
             raise ValueError(f"world_size: expected 1 or more, found {world_size}")
@@ -72,6 +76,9 @@ class RankPool:
         self.process_group = process_group
         self.timeout = timeout
         self.grace = grace
+        self._environment = dict(os.environ)
+        self._cwd = Path.cwd()
+        self._import_path = list(sys.path)
         self._workers: list[Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -96,12 +103,19 @@ class RankPool:
 
         The function must stand at the top level of a module, which may be a test file; arguments
         and results are pickled. What the ranks print is printed here, each line with its rank.
-        Raises RanksFailed unless every rank returns in time, and TypeError for what cannot be sent.
+
+        Raises:
+            RanksFailed: Some rank raised, crashed or did not return in time.
+            TypeError: The function or an argument cannot be sent.
         """
         job = _pickling.dumps((function, args, kwargs))
-        if not self._workers:
-            self._start()
-        returned = self._exchange(_name(function), [job] * self.world_size, self.timeout)
+        try:
+            if not self._workers:
+                self._start()
+            returned = self._exchange(_name(function), [job] * self.world_size, self.timeout)
+        except BaseException:  # a failure, Ctrl-C, a test runner's timeout: the state is unknown
+            self._kill()
+            raise
         for worker in self._workers:
             _print_output(worker)
         if not all(answer.reusable for answer in returned):
@@ -129,32 +143,28 @@ class RankPool:
         store = str(folder / "store") if self.process_group else None
         jobs = []
         for rank in range(self.world_size):
-            self._workers.append(Worker(rank, folder, self._environment(rank)))
-            place = (sys.path, store, rank, self.world_size)
+            worker = Worker(rank, folder, env=self._environment_of(rank), cwd=self._cwd)
+            self._workers.append(worker)
+            place = (self._import_path, store, rank, self.world_size)
             jobs.append(_pickling.dumps((join_world, place, {})))
         self._exchange("the start of the ranks", jobs, _START_TIMEOUT)
 
-    def _environment(self, rank: int) -> dict[str, str]:
+    def _environment_of(self, rank: int) -> dict[str, str]:
         place = {"RANK": rank, "LOCAL_RANK": rank}
         place |= {"WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.world_size}
         # An address is of no use here, and the caller's would be another job's.
-        inherited = os.environ.items()
+        inherited = self._environment.items()
         environment = {k: v for k, v in inherited if k not in {*place, *_ADDRESS}}
         if self.process_group:
             environment |= {name: str(number) for name, number in place.items()}
         return environment | {"OMP_NUM_THREADS": "1"}
 
     def _exchange(self, name: str, jobs: Sequence[bytes], timeout: float) -> list[Returned]:
-        """Give each rank its job and return the answers; after a failure no worker is left."""
-        try:
-            for worker, job in zip(self._workers, jobs, strict=True):
-                worker.send(job)
-            returned, failures = self._collect(timeout)
-        except BaseException:  # Ctrl-C, a test runner's timeout: the ranks are in mid-job
-            self._kill()
-            raise
+        """Give each rank its job and return the answers."""
+        for worker, job in zip(self._workers, jobs, strict=True):
+            worker.send(job)
+        returned, failures = self._collect(timeout)
         if failures:
-            self._kill()
             raise RanksFailed(name, self.world_size, failures)
         return [returned[rank] for rank in range(self.world_size)]
 
@@ -187,12 +197,11 @@ def _stuck(
     """Describe the ranks that have not answered, with the stacks in which they are stuck."""
     for worker in workers:
         worker.ask_for_stacks()
-    kind: FailureKind = "killed" if failures else "hung"
-    message = (
-        f"it was still waiting or working some time after rank {failures[0].rank} had failed"
-        if failures
-        else f"no answer within {timeout:g} s"
-    )
+    kind: FailureKind = "hung"
+    message = f"no answer within {timeout:g} s"
+    if failures:
+        kind = "killed"
+        message = f"it was still waiting or working after rank {failures[0].rank} had failed"
     return [worker.failure(kind, message, worker.stacks()) for worker in workers]
 
 
