@@ -47,7 +47,7 @@ class ConfigSource:
             ConfigError: A pair is malformed, or leads through something that is no mapping.
         """
         values = self.values
-        assigned = set(self._assigned)
+        assigned: set[KeyPath] = set(self._assigned)
         for text in assignments:
             path, value = parse_assignment(text)
             values = _with_value(values, path, value, text)
@@ -109,7 +109,7 @@ def read_config(path: Path) -> ConfigSource:
     return ConfigSource(str(path), values, root)
 
 
-def parse_assignment(text: str) -> tuple[KeyPath, Any]:
+def parse_assignment(text: str) -> tuple[tuple[str, ...], Any]:
     """Split ``a.b=value`` into its path and its value, which is read as YAML.
 
     Raises:
@@ -138,18 +138,20 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def _with_value(values: Mapping[str, Any], path: KeyPath, value: Any, text: str) -> dict[str, Any]:
+def _with_value(
+    values: Mapping[str, Any], path: tuple[str, ...], value: Any, text: str
+) -> dict[str, Any]:
     """Return a copy of nested mappings in which one value is set."""
     key, *rest = path
     if not rest:
-        return {**values, key: value}  # type: ignore[dict-item]
-    inner = values.get(key)  # type: ignore[call-overload]
+        return {**values, key: value}
+    inner = values.get(key)
     inner = {} if inner is None else inner
     if not isinstance(inner, Mapping):
         raise ConfigError(
             f"{text!r}: expected {key!r} to be a mapping, found {describe_value(inner)}"
         )
-    return {**values, key: _with_value(inner, tuple(rest), value, text)}  # type: ignore[dict-item]
+    return {**values, key: _with_value(inner, tuple(rest), value, text)}
 
 
 class _Malformed(Exception):

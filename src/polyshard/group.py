@@ -140,9 +140,7 @@ def join_group(surroundings: Surroundings, device: str | None = None) -> Place:
     os.environ.update(surroundings.as_environment())
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl", device_id=chosen, timeout=COLLECTIVE_TIMEOUT
-        )
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=chosen, timeout=COLLECTIVE_TIMEOUT)
     else:
         dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     return Place(rank=surroundings.rank, world_size=surroundings.world_size, device=chosen)

@@ -117,8 +117,7 @@ def launch(
         with _following(folder / "events", on_event), _same_signal_handlers():
             _run_elastic(job, folder, verbose)
         return [
-            json.loads((folder / f"result{rank}.json").read_text())
-            for rank in range(job.processes)
+            json.loads((folder / f"result{rank}.json").read_text()) for rank in range(job.processes)
         ]
 
 

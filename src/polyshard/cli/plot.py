@@ -38,9 +38,10 @@ def plot(comparison: Comparison, path: Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     lines = _lines(comparison)
-    figure = Figure(figsize=(12, 8), layout="constrained")
+    figure = Figure(figsize=(12, 8), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15))
     FigureCanvasAgg(figure)
     losses, distances, times, memory = figure.subplots(2, 2).flat
     _draw_losses(losses, lines)
@@ -49,7 +50,6 @@ def plot(comparison: Comparison, path: Path) -> None:
     _draw_memory(memory, lines)
     ranks = comparison.trials[0].world_size if comparison.trials else 1
     figure.suptitle(f"The same {comparison.config.steps} steps in one process and on {ranks} ranks")
-    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.15)
     figure.savefig(path, dpi=120)
 
 
@@ -87,6 +87,8 @@ def _draw_distances(axes: Axes, lines: Sequence[_Line]) -> None:
 
 
 def _draw_over_steps(axes: Axes, line: _Line, values: Sequence[float], alpha: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     axes.plot(
         range(1, len(values) + 1),
         values,
@@ -96,7 +98,7 @@ def _draw_over_steps(axes: Axes, line: _Line, values: Sequence[float], alpha: fl
         solid_capstyle="round",
         label=line.label,
     )
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _draw_times(axes: Axes, lines: Sequence[_Line]) -> None:

@@ -16,7 +16,7 @@ from polyshard.training.comparison import TOLERANCE, Comparison, Run, Trial
 
 __all__ = ["print_report", "to_json"]
 
-_ABSENT = "–"
+_ABSENT = "-"
 
 
 def print_report(comparison: Comparison, console: Console) -> None:

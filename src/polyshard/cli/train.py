@@ -96,9 +96,7 @@ def _train_in_this_process(
     leave(0)
 
 
-def _train_as_rank(
-    config: TrainingConfig, surroundings: Surroundings, device: str | None
-) -> None:
+def _train_as_rank(config: TrainingConfig, surroundings: Surroundings, device: str | None) -> None:
     from polyshard.training.jobs import run
 
     place = join_group(surroundings, device)
@@ -129,7 +127,8 @@ def _refuse_other_count(nproc: int | None, surroundings: Surroundings) -> None:
     if nproc not in (None, surroundings.world_size):
         raise click.UsageError(
             f"--nproc {nproc}: this process was started as rank {surroundings.rank} of "
-            f"{surroundings.world_size}; leave --nproc out where something else starts the processes"
+            f"{surroundings.world_size}; leave --nproc out, since processes "
+            "are there already"
         )
 
 

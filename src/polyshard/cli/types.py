@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ class StrategyChoice(NamedTuple):
     options: Mapping[str, Any]
 
 
-class _Strategy(click.ParamType):
+class _Strategy(click.ParamType):  # type: ignore[type-arg]
     """``NAME`` or ``NAME:key=value,...``, the values written as in YAML."""
 
     name = "NAME[:key=value,...]"
@@ -42,16 +43,14 @@ class _Strategy(click.ParamType):
 
 
 class _OutputFile(click.Path):
-    """A file that will be written, in a folder that is there: found out before the work, not after."""
+    """A file that will be written; that its folder is there is found out before the work."""
 
     def __init__(self, *suffixes: str) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
         self._suffixes = suffixes
 
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Path:
-        path = Path(super().convert(value, param, ctx))
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if not path.parent.is_dir():
             self.fail(f"expected a folder at {path.parent.absolute()}, found none", param, ctx)
         if self._suffixes and path.suffix not in self._suffixes:

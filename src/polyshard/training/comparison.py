@@ -22,7 +22,16 @@ from polyshard.exceptions import PolyshardError
 from polyshard.launch import Job, JobFailedError, default_threads, launch
 from polyshard.training.config import TrainingConfig
 
-__all__ = ["TOLERANCE", "Candidate", "Comparison", "Difference", "Run", "Trial", "Watcher", "compare"]
+__all__ = [
+    "TOLERANCE",
+    "Candidate",
+    "Comparison",
+    "Difference",
+    "Run",
+    "Trial",
+    "Watcher",
+    "compare",
+]
 
 #: How far apart fp32 runs of the same training may be and still count as equal.
 TOLERANCE = 1e-6

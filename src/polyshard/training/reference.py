@@ -8,8 +8,9 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
 
 from polyshard.training.config import TrainingConfig
 from polyshard.training.loop import build_optimizer
@@ -22,8 +23,8 @@ class PlainTrainee:
     """A model in training by plain PyTorch."""
 
     def __init__(self, config: TrainingConfig, device: torch.device) -> None:
-        self.model = build_model(config).to(device)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.model: nn.Module = build_model(config).to(device)
+        self.optimizer: Optimizer = build_optimizer(self.model, config.optimizer)
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """Do nothing: gradients add up by themselves."""
