@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -23,16 +23,24 @@ from polyshard.rebuilding import Place, places_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from polyshard.strategies.fsdp2.config import FSDP2Config
-
-__all__ = ["apply_plan", "module_plan"]
+__all__ = ["TensorParallelConfig", "apply_plan", "module_plan"]
 
 #: Names that Hugging Face models use in their own plans, and ours for the same.
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "embedding_rowwise"}
 
 
+class TensorParallelConfig(Protocol):
+    """The fields of a config that say how modules are split; errors name its class."""
+
+    @property
+    def tp_plan(self) -> Mapping[str, Any] | None: ...  # noqa: D102
+
+    @property
+    def sequence_parallel(self) -> bool: ...  # noqa: D102
+
+
 def module_plan(
-    config: FSDP2Config, model: nn.Module, mesh: DeviceMesh | None
+    config: TensorParallelConfig, model: nn.Module, mesh: DeviceMesh | None
 ) -> dict[str, ParallelStyle]:
     """Return how each module is split: the config's plan, or else the model's own (``_tp_plan``).
 
@@ -50,13 +58,15 @@ def module_plan(
         asked = [name for name in ("tp_plan", "sequence_parallel") if getattr(config, name)]
         if asked:
             raise MeshError(
-                f"FSDP2Config.{asked[0]}: expected a mesh dimension 'tp' of more than one rank, "
-                f"found none; set tp_size, or leave {' and '.join(asked)} out"
+                f"{_name(config)}.{asked[0]}: expected a mesh dimension 'tp' of more than one "
+                f"rank, found none; set tp_size, or leave {' and '.join(asked)} out"
             )
         return {}
-    entries = _matched(config.tp_plan, model) if config.tp_plan else _own_plan(model)
+    entries = (
+        _matched(config, config.tp_plan, model) if config.tp_plan else _own_plan(config, model)
+    )
     if config.sequence_parallel:
-        _check_sequence_parallel(entries, model)
+        _check_sequence_parallel(config, entries, model)
     return {
         name: style if isinstance(style, ParallelStyle) else _style(name, style, entries, config)
         for name, style in entries.items()
@@ -75,12 +85,12 @@ def apply_plan(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelSt
         _tie_again(places)
 
 
-def _own_plan(model: nn.Module) -> dict[str, Any]:
+def _own_plan(config: TensorParallelConfig, model: nn.Module) -> dict[str, Any]:
     plan = getattr(model, "_tp_plan", None) or {}
-    entries = _matched(plan, model, strict=False)
+    entries = _matched(config, plan, model, strict=False)
     if not entries:
         raise ConfigError(
-            f"FSDP2Config.tp_plan: expected a plan for the mesh dimension 'tp', since "
+            f"{_name(config)}.tp_plan: expected a plan for the mesh dimension 'tp', since "
             f"{type(model).__name__} has none of its own; map module names to styles, such as "
             "{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}",
             field="tp_plan",
@@ -88,7 +98,9 @@ def _own_plan(model: nn.Module) -> dict[str, Any]:
     return entries
 
 
-def _matched(plan: Mapping[str, Any], model: nn.Module, *, strict: bool = True) -> dict[str, Any]:
+def _matched(
+    config: TensorParallelConfig, plan: Mapping[str, Any], model: nn.Module, *, strict: bool = True
+) -> dict[str, Any]:
     """Return the style of every module that an entry matches; ``*`` is one part of a name."""
     names = [name for name, _ in model.named_modules()]
     entries: dict[str, Any] = {}
@@ -97,15 +109,17 @@ def _matched(plan: Mapping[str, Any], model: nn.Module, *, strict: bool = True) 
         matching = [name for name in names if expression.fullmatch(name)]
         if strict and not matching:
             raise ConfigError(
-                f"FSDP2Config.tp_plan: expected names of modules of {type(model).__name__}, found "
-                f"{pattern!r}, which matches none of {', '.join(names[1:]) or 'its modules'}",
+                f"{_name(config)}.tp_plan: expected names of modules of {type(model).__name__}, "
+                f"found {pattern!r}, which matches none of {', '.join(names[1:]) or 'its modules'}",
                 field="tp_plan",
             )
         entries |= dict.fromkeys(matching, style)
     return entries
 
 
-def _style(name: str, style: str, entries: Mapping[str, Any], config: FSDP2Config) -> ParallelStyle:
+def _style(
+    name: str, style: str, entries: Mapping[str, Any], config: TensorParallelConfig
+) -> ParallelStyle:
     """Return torch's style for one of ours; activations are whole, or shared along dimension 1."""
     gathered = any(entries.get(parent) == "gather_sequence" for parent in _parents(name))
     between = Shard(1) if config.sequence_parallel else Replicate()
@@ -126,14 +140,16 @@ def _style(name: str, style: str, entries: Mapping[str, Any], config: FSDP2Confi
     known = _ALIASES.get(style, style)
     if known not in styles:
         raise ConfigError(
-            f"FSDP2Config.tp_plan: expected one of {', '.join(styles)} for {name!r}, found "
+            f"{_name(config)}.tp_plan: expected one of {', '.join(styles)} for {name!r}, found "
             f"{style!r} in the model's own plan; write the plan in the config",
             field="tp_plan",
         )
     return styles[known]()
 
 
-def _check_sequence_parallel(entries: Mapping[str, Any], model: nn.Module) -> None:
+def _check_sequence_parallel(
+    config: TensorParallelConfig, entries: Mapping[str, Any], model: nn.Module
+) -> None:
     """Check that every parameter is one whose gradient is summed over the sequence.
 
     A rank sees its part of the sequence alone, except in modules that the plan splits or in
@@ -145,12 +161,16 @@ def _check_sequence_parallel(entries: Mapping[str, Any], model: nn.Module) -> No
         )
         if not covered and any(True for _ in module.parameters(recurse=False)):
             raise ConfigError(
-                f"FSDP2Config.sequence_parallel: expected every module with parameters in the "
+                f"{_name(config)}.sequence_parallel: expected every module with parameters in the "
                 f"tp_plan, found {name!r} ({type(module).__name__}) outside of it, which would be "
                 "trained on a part of the sequence; add it as 'sequence_parallel', or a module "
                 "around it as 'gather_sequence'",
                 field="sequence_parallel",
             )
+
+
+def _name(config: TensorParallelConfig) -> str:
+    return type(config).__name__
 
 
 def _tie_again(places: list[Place]) -> None:
@@ -160,7 +180,7 @@ def _tie_again(places: list[Place]) -> None:
             continue
         if _placements(first) != _placements(other):
             raise ModelError(
-                f"FSDP2Config.tp_plan: expected {places[0].name!r} and {place.name!r}, which are "
+                f"tp_plan: expected {places[0].name!r} and {place.name!r}, which are "
                 "tied, to be split alike, found "
                 f"{_placements(first) or 'no split'} and {_placements(other) or 'no split'}; "
                 "give both a style, such as 'embedding_rowwise' and 'colwise_gather_output'"
