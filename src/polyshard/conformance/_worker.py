@@ -102,17 +102,16 @@ def _flush() -> None:
 
 
 def join_world(search_path: list[str], store_file: str | None, rank: int, world_size: int) -> None:
-    """Make this process what a test expects to run in: one rank of a process group, on one thread.
+    """Make this process what a test expects to run in: one rank of a process group.
 
-    The pool's first job in every worker. ``store_file`` is where the ranks meet; None leaves torch
-    without a process group.
+    The pool's first job in every worker. ``store_file`` is where the ranks meet; None is for no
+    process group, and torch is left to the test to import.
     """
     sys.path[:] = search_path
-    import torch
-
-    torch.set_num_threads(1)
     if store_file is None:
         return
+    import torch
+
     backend = _choose_backend(torch.cuda.device_count(), rank, world_size)
     torch.distributed.init_process_group(
         backend, init_method=f"file://{store_file}", rank=rank, world_size=world_size
