@@ -81,7 +81,9 @@ def _global_norm(parameters: Iterable[nn.Parameter], norm_type: float) -> float:
     for parameter in parameters:
         gradients = groups.setdefault(_shard_group(parameter), [])
         if parameter.grad is not None:
-            gradients.append(_local(_placed_like(parameter.grad, parameter)))
+            part = _local(_placed_like(parameter.grad, parameter))
+            if part.numel():  # an empty part has no largest entry
+                gradients.append(part)
     device = _device(groups.values())
     totals = [_group_total(group, g, norm_type, device) for group, g in groups.items()]
     if not totals:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -21,7 +22,7 @@ __all__ = ["FSDP2Guard", "follow_registered_parameters"]
 
 
 class FSDP2Guard(ParameterGuard):
-    """Refuses a forward that would discard a parameter that replaced a shard.
+    """Refuses a forward that would discard a parameter that replaced a shard, or use old values.
 
     Args:
         model: The root on which ``fully_shard`` was called.
@@ -29,12 +30,24 @@ class FSDP2Guard(ParameterGuard):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, model)
+        self.sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.records: dict[tuple[nn.Module, str], Any] = {}
         for record in _records(model):
             info = record._module_info
             self.records[info.module, info.param_name] = record
             for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
                 self.records[module, name] = record
+
+    def before_forward(self, *arguments: Any) -> None:
+        """Raise if a shard was replaced, and free what was gathered for a forward before.
+
+        Where no backward followed it, the gathered values have been kept, and are old if the
+        optimizer stepped since.
+        """
+        super().before_forward(*arguments)
+        if not torch.compiler.is_compiling():
+            for module in self.sharded:
+                module.reshard()
 
     def is_own(self, place: Place, parameter: nn.Parameter | None) -> bool:
         """Tell whether ``fully_shard`` has put a parameter there: gathered, or sharded anew."""
