@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +19,7 @@ __all__ = ["CheckpointMode", "checkpoint_mode", "checkpoint_units"]
 
 CheckpointMode = Literal["full", "selective"]
 
+_logger = logging.getLogger(__name__)
 _aten = torch.ops.aten
 #: The operations whose results "selective" keeps: those that cost most to do again.
 _KEPT = frozenset(
@@ -69,6 +71,7 @@ def checkpoint_units(model: nn.Module, units: UnitReport, mode: CheckpointMode) 
     wrappers = {unit: checkpoint_wrapper(unit, **context) for unit in units.modules.values()}
     for module in holders:
         _replace_children(module, wrappers)
+    _logger.info("activation checkpointing (%s): %s", mode, units)
     return len(wrappers)
 
 

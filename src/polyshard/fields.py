@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from attrs import Attribute
 
@@ -19,11 +19,13 @@ from polyshard.exceptions import ConfigError
 __all__ = [
     "is_bool",
     "is_dtype",
+    "is_instance",
     "is_int",
     "is_number",
     "is_one_of",
     "is_str",
     "optional",
+    "reject",
     "to_dtype_name",
 ]
 
@@ -44,7 +46,12 @@ def describe_value(value: object) -> str:
     return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"
 
 
-def _reject(instance: object, attribute: Attribute[Any], value: object, expected: str) -> None:
+def reject(instance: object, attribute: Attribute[Any], value: object, expected: str) -> NoReturn:
+    """Raise the error of a validator: which field of which class, and what it expected.
+
+    Raises:
+        ConfigError: Always.
+    """
     raise ConfigError(
         f"{type(instance).__name__}.{attribute.name} ({describe_owner(type(instance))}): "
         f"expected {expected}, found {describe_value(value)}",
@@ -55,13 +62,13 @@ def _reject(instance: object, attribute: Attribute[Any], value: object, expected
 def is_bool(instance: object, attribute: Attribute[Any], value: object) -> None:
     """Accept True and False, and nothing that merely looks like them."""
     if not isinstance(value, bool):
-        _reject(instance, attribute, value, "true or false")
+        reject(instance, attribute, value, "true or false")
 
 
 def is_str(instance: object, attribute: Attribute[Any], value: object) -> None:
     """Accept a non-empty string."""
     if not isinstance(value, str) or not value:
-        _reject(instance, attribute, value, "a non-empty string")
+        reject(instance, attribute, value, "a non-empty string")
 
 
 def is_int(minimum: int) -> Validator:
@@ -69,7 +76,7 @@ def is_int(minimum: int) -> Validator:
 
     def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            _reject(instance, attribute, value, f"an integer of at least {minimum}")
+            reject(instance, attribute, value, f"an integer of at least {minimum}")
 
     return validate
 
@@ -87,7 +94,7 @@ def is_number(minimum: float = -math.inf, *, exclusive: bool = False) -> Validat
             or value < minimum
             or (exclusive and value == minimum)
         ):
-            _reject(instance, attribute, value, expected)
+            reject(instance, attribute, value, expected)
 
     return validate
 
@@ -97,7 +104,17 @@ def is_one_of(*choices: object) -> Validator:
 
     def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
         if not any(type(value) is type(choice) and value == choice for choice in choices):
-            _reject(instance, attribute, value, "one of " + ", ".join(map(repr, choices)))
+            reject(instance, attribute, value, "one of " + ", ".join(map(repr, choices)))
+
+    return validate
+
+
+def is_instance(cls: type) -> Validator:
+    """Accept an instance of a nested config class."""
+
+    def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
+        if not isinstance(value, cls):
+            reject(instance, attribute, value, f"a {cls.__name__} or a mapping of its fields")
 
     return validate
 
@@ -130,4 +147,4 @@ def is_dtype(instance: object, attribute: Attribute[Any], value: object) -> None
             "a floating-point dtype such as 'bf16', 'bfloat16', 'torch.bfloat16' or "
             f"torch.bfloat16 ({', '.join(_DTYPES)})"
         )
-        _reject(instance, attribute, value, expected)
+        reject(instance, attribute, value, expected)

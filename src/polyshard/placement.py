@@ -8,11 +8,24 @@ import torch
 from torch import nn
 
 from polyshard.exceptions import ModelError
+from polyshard.mesh import MeshAxisName
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["mesh_device", "require_materialized", "require_parameters"]
+__all__ = ["axis_sizes", "mesh_device", "require_materialized", "require_parameters"]
+
+
+def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the size of each dimension of a mesh by its name.
+
+    A mesh of one dimension that has no name, or none of Polyshard's, is a data-parallel one.
+    Several dimensions without names are an empty mapping: nothing says what they are.
+    """
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1 and not set(names) & set(MeshAxisName):
+        return {MeshAxisName.DP: mesh.size()}
+    return dict(zip(names, mesh.shape, strict=True)) if names else {}
 
 
 def mesh_device(mesh: DeviceMesh | None) -> torch.device:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from polyshard.exceptions import MeshError
 from polyshard.mesh import MeshAxisName
+from polyshard.placement import axis_sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -17,15 +18,10 @@ __all__ = ["data_parallel_group"]
 def data_parallel_group(mesh: DeviceMesh) -> ProcessGroup:
     """Return the process group of the mesh's data-parallel dimension.
 
-    A mesh of one dimension may leave it unnamed.
-
     Raises:
         MeshError: Another dimension has more than one rank, or there is no ``dp``.
     """
-    names = mesh.mesh_dim_names
-    if names is None and mesh.ndim == 1:
-        return mesh.get_group()
-    sizes = dict(zip(names or (), mesh.shape, strict=True)) if names else {}
+    sizes = axis_sizes(mesh)
     others = {name: size for name, size in sizes.items() if name != MeshAxisName.DP and size > 1}
     if MeshAxisName.DP not in sizes or others:
         raise MeshError(
@@ -33,4 +29,4 @@ def data_parallel_group(mesh: DeviceMesh) -> ProcessGroup:
             f"{sizes or f'{mesh.ndim} dimensions without names'}; leave out "
             f"{', '.join(others) or 'the others'}, or use strategy 'fsdp2'"
         )
-    return mesh.get_group(MeshAxisName.DP)
+    return mesh.get_group(None if mesh.ndim == 1 else MeshAxisName.DP)

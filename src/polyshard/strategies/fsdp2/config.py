@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, Self
 
 from attrs import Attribute, evolve, field, frozen
 
 from polyshard.config import DistributedConfig
-from polyshard.discovery import describe_owner
 from polyshard.exceptions import ConfigError
 from polyshard.fields import (
-    describe_value,
     is_bool,
+    is_instance,
     is_int,
     is_one_of,
     optional,
+    reject,
     to_dtype_name,
 )
 from polyshard.precision import MixedPrecision
@@ -70,18 +70,10 @@ def _is_torch(value: object, name: str) -> bool:
     return type(value).__name__ == name and type(value).__module__.startswith("torch.")
 
 
-def _is_instance(cls: type) -> Any:
-    def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
-        if not isinstance(value, cls):
-            _reject(instance, attribute, value, f"a {cls.__name__} or a mapping of its fields")
-
-    return validate
-
-
 def _is_unit_list(instance: object, attribute: Attribute[Any], value: object) -> None:
     entries = value if isinstance(value, tuple) else ()
     if not entries or not all(isinstance(e, type) or (isinstance(e, str) and e) for e in entries):
-        _reject(instance, attribute, value, "module classes or their names")
+        reject(instance, attribute, value, "module classes or their names")
 
 
 def _to_tuple(value: object) -> object:
@@ -92,7 +84,7 @@ def _to_tuple(value: object) -> object:
 
 def _is_plan(instance: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, Mapping) or not value:
-        _reject(instance, attribute, value, "a mapping of module names to styles")
+        reject(instance, attribute, value, "a mapping of module names to styles")
     for name, style in value.items():
         if not isinstance(name, str) or not (
             style in TENSOR_PARALLEL_STYLES if isinstance(style, str) else _is_parallel_style(style)
@@ -100,7 +92,7 @@ def _is_plan(instance: object, attribute: Attribute[Any], value: object) -> None
             expected = (
                 f"for {name!r} one of {', '.join(TENSOR_PARALLEL_STYLES)} or a torch ParallelStyle"
             )
-            _reject(instance, attribute, style, expected)
+            reject(instance, attribute, style, expected)
 
 
 def _is_parallel_style(value: object) -> bool:
@@ -113,14 +105,6 @@ def _is_parallel_style(value: object) -> bool:
 def _is_reshard(instance: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, bool):
         is_int(2)(instance, attribute, value)
-
-
-def _reject(instance: object, attribute: Attribute[Any], value: object, expected: str) -> NoReturn:
-    raise ConfigError(
-        f"{type(instance).__name__}.{attribute.name} ({describe_owner(type(instance))}): "
-        f"expected {expected}, found {describe_value(value)}",
-        field=attribute.name,
-    )
 
 
 @frozen(kw_only=True)
@@ -174,10 +158,10 @@ class FSDP2Config(DistributedConfig):
     mp_policy: MixedPrecision | None = field(
         factory=MixedPrecision,
         converter=_to_mixed_precision,
-        validator=optional(_is_instance(MixedPrecision)),
+        validator=optional(is_instance(MixedPrecision)),
     )
     offload_policy: CPUOffload | None = field(
-        default=None, converter=_to_offload, validator=optional(_is_instance(CPUOffload))
+        default=None, converter=_to_offload, validator=optional(is_instance(CPUOffload))
     )
     autocast_dtype: str | None = field(
         default=None,

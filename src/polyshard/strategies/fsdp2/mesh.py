@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.exceptions import MeshError
 from polyshard.mesh import MeshAxisName as Axis
+from polyshard.placement import axis_sizes
 
 if TYPE_CHECKING:
     pass
@@ -39,7 +38,7 @@ def sharding_mesh(mesh: DeviceMesh) -> ShardingMesh:
     Raises:
         MeshError: A dimension is not one that FSDP2 knows, or there is none to shard over.
     """
-    names = _named(mesh)
+    names = axis_sizes(mesh)
     unknown = [name for name in names if name not in _SUPPORTED and names[name] > 1]
     shard = next((name for name in (Axis.DP_SHARD, Axis.DP) if name in names), None)
     if unknown or shard is None or (Axis.DP_SHARD in names and Axis.DP in names):
@@ -58,11 +57,3 @@ def sharding_mesh(mesh: DeviceMesh) -> ShardingMesh:
         data = DeviceMesh._concatenate([mesh[Axis.DP_REPLICATE], data])
     tensor = mesh[Axis.TP] if names.get(Axis.TP, 1) > 1 else None
     return ShardingMesh(data, tensor)
-
-
-def _named(mesh: DeviceMesh) -> dict[str, int]:
-    """Return the sizes by name; the one dimension of a mesh may have any other name or none."""
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim == 1 and not set(names) & set(Axis):
-        return {Axis.DP: mesh.size()}
-    return dict(zip(names, mesh.shape, strict=True)) if names else {}

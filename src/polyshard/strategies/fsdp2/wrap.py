@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 __all__ = ["wrap"]
 
+_logger = logging.getLogger(__name__)
+
 
 def wrap(
     config: FSDP2Config, model: nn.Module, mesh: DeviceMesh | None, optimizer: Optimizer | None
@@ -76,6 +79,7 @@ def wrap(
     parts = sharding_mesh(mesh)
     plan = module_plan(config, model, parts.tensor)
     groups = separable_units(model, units)
+    _logger.info("fsdp2: %s; %d of them sharded on their own", units, len(groups))
     _check_options(config, parts.data, groups, split=bool(plan))
     check_dtypes(model, groups)
     _check_optimizer(optimizer)
