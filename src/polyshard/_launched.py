@@ -14,6 +14,10 @@ import sys
 import threading
 import time
 import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from socket import if_nameindex
@@ -29,13 +33,15 @@ _LIFELINE_SECONDS = 0.5
 def main() -> None:
     """Run this process's part of the job and end the process."""
     folder = Path(sys.argv[1])
+    rank = int(os.environ["RANK"])
+    job = json.loads((folder / "job.json").read_text())
+    if not job["verbose"]:
+        _print_to(folder / f"output{rank}.txt")
     _end_with_the_job(folder)
     # Not Python's handler, which a process that waits in torch's code would never get to.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
-    job = json.loads((folder / "job.json").read_text())
     _set_defaults(job["threads"] or default_threads(job["processes"]))
-    rank = int(os.environ["RANK"])
     try:
         result = _run(job, folder)
         (folder / f"result{rank}.json").write_text(json.dumps(result))
@@ -48,16 +54,33 @@ def main() -> None:
 
 
 def _run(job: dict[str, Any], folder: Path) -> object:
-    place = _place(job)
-    module, _, function = job["target"].partition(":")
+    module, _, name = job["target"].partition(":")
     with (folder / "events").open("a", buffering=1) as events:
 
-        def report(event: object) -> None:
-            if place.rank == 0:
-                events.write(json.dumps(event) + "\n")
+        def tell(kind: str, what: object) -> None:
+            if os.environ["RANK"] == "0":
+                events.write(json.dumps({kind: what}) + "\n")
 
-        result: object = getattr(import_module(module), function)(job["arguments"], place, report)
-        return result
+        with _warnings_told(tell):
+            place = _place(job)
+            function = getattr(import_module(module), name)
+            result: object = function(job["arguments"], place, partial(tell, "event"))
+            return result
+
+
+@contextmanager
+def _warnings_told(tell: Callable[[str, object], None]) -> Iterator[None]:
+    """Hand to the launcher what warnings say to users; those for developers stay in the log."""
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+
+        def show_and_tell(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, UserWarning):
+                tell("warning", str(message))
+            show(message, category, *where)
+
+        warnings.showwarning = show_and_tell
+        yield
 
 
 def _place(job: dict[str, Any]) -> Place:
@@ -88,6 +111,13 @@ def _set_defaults(threads: int) -> None:
     loopback = [name for _, name in if_nameindex() if name in ("lo", "lo0")]
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+
+
+def _print_to(path: Path) -> None:
+    """Send to a file what this process prints, by Python or by the libraries beneath it."""
+    with path.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
 
 
 def _end_with_the_job(folder: Path) -> None:

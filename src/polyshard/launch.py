@@ -94,7 +94,11 @@ class Interrupted(BaseException):
 
 
 def launch(
-    job: Job, *, on_event: Callable[[Any], None] = lambda event: None, verbose: bool = False
+    job: Job,
+    *,
+    on_event: Callable[[Any], None] = lambda event: None,
+    on_warning: Callable[[str], None] = lambda message: None,
+    verbose: bool = False,
 ) -> list[Any]:
     """Run a job and return what its function returned in each process, in order of rank.
 
@@ -103,6 +107,7 @@ def launch(
     Args:
         job: What to run.
         on_event: Called in another thread with each event that rank 0 reports.
+        on_warning: Called in another thread with each ``UserWarning`` on rank 0.
         verbose: Let through what the processes and the launcher print.
 
     Raises:
@@ -111,10 +116,12 @@ def launch(
         Interrupted: SIGINT, SIGTERM or SIGHUP arrived.
     """
     check_capacity(job)
-    with TemporaryDirectory(prefix="polyshard-job-") as name:
+    with TemporaryDirectory(prefix="polyshard-job-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        folder.joinpath("job.json").write_text(json.dumps(asdict(job, recurse=False)))
-        with _following(folder / "events", on_event), _same_signal_handlers():
+        what = {**asdict(job, recurse=False), "verbose": verbose}
+        (folder / "job.json").write_text(json.dumps(what))
+        told = {"event": on_event, "warning": on_warning}
+        with _following(folder / "events", told), _same_signal_handlers():
             _run_elastic(job, folder, verbose)
         return [
             json.loads((folder / f"result{rank}.json").read_text()) for rank in range(job.processes)
@@ -174,7 +181,7 @@ def _available_memory() -> int | None:
 def _run_elastic(job: Job, folder: Path, verbose: bool) -> None:
     if not verbose:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -192,9 +199,7 @@ def _run_elastic(job: Job, folder: Path, verbose: bool) -> None:
         monitor_interval=_POLL_SECONDS,
         shutdown_timeout=_SHUTDOWN_SECONDS,
         signals_to_handle=",".join(number.name for number in _SIGNALS),
-        logs_specs=DefaultLogsSpecs(
-            str(folder / "logs"), redirects=Std.ALL, tee=Std.ALL if verbose else Std.NONE
-        ),
+        logs_specs=DefaultLogsSpecs(str(folder / "logs")),
     )
     command = ("-P", "-m", "polyshard._launched", str(folder))
     try:
@@ -239,8 +244,8 @@ def _same_signal_handlers() -> Iterator[None]:
 
 
 @contextmanager
-def _following(path: Path, on_event: Callable[[Any], None]) -> Iterator[None]:
-    """Hand each line that is added to a file to ``on_event``, decoded, while the body runs."""
+def _following(path: Path, told: Mapping[str, Callable[[Any], None]]) -> Iterator[None]:
+    """Pass on each line that is added to a file while the body runs, by its one key."""
     path.touch()
     ended = threading.Event()
 
@@ -252,7 +257,8 @@ def _following(path: Path, on_event: Callable[[Any], None]) -> Iterator[None]:
                 while line := lines.readline():
                     partial += line
                     if partial.endswith("\n"):
-                        on_event(json.loads(partial))
+                        for kind, what in json.loads(partial).items():
+                            told[kind](what)
                         partial = ""
                 if last_round:
                     return
@@ -312,7 +318,6 @@ def _how_it_ended(exit_code: int) -> str:
 
 
 def _output_of(folder: Path, rank: int) -> str:
-    """Return the end of what a rank wrote to standard error."""
-    for path in folder.glob(f"logs/*/attempt_0/{rank}/stderr.log"):
-        return path.read_text(errors="replace")[-_TAIL_CHARACTERS:].strip()
-    return ""
+    """Return the end of what a rank printed."""
+    path = folder / f"output{rank}.txt"
+    return path.read_text(errors="replace")[-_TAIL_CHARACTERS:].strip() if path.exists() else ""

@@ -33,6 +33,7 @@ class StepProgress:
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._console = console(stderr=True)
+        self._warned: set[tuple[str, str]] = set()
         self._tasks: dict[str, TaskID] = {}
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -69,6 +70,12 @@ class StepProgress:
         every = max(1, self._steps // _LINES_PER_RUN)
         if not self._console.is_terminal and (number % every == 0 or number == self._steps):
             self._console.print(f"{label}: step {number} of {self._steps}, {loss}", markup=False)
+
+    def warn(self, label: str, message: str) -> None:
+        """Print a warning of a run, once."""
+        if (label, message) not in self._warned:
+            self._warned.add((label, message))
+            self._console.print(f"{label}: warning: {message}", markup=False)
 
     def end(self, label: str, problem: str | None) -> None:
         """Show how a run came out."""

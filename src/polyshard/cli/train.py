@@ -79,7 +79,12 @@ def _train_in_new_processes(
     label = _label(config)
     with StepProgress(config.steps) as progress:
         progress.begin(label)
-        results = launch(job, on_event=lambda step: progress.step(label, step), verbose=verbose)
+        results = launch(
+            job,
+            on_event=lambda step: progress.step(label, step),
+            on_warning=lambda message: progress.warn(label, message),
+            verbose=verbose,
+        )
     _print_result(results[0])
 
 

@@ -174,6 +174,9 @@ class Watcher(Protocol):
     def step(self, label: str, step: Mapping[str, Any]) -> None:
         """Take note of a step."""
 
+    def warn(self, label: str, message: str) -> None:
+        """Take note of a warning."""
+
     def end(self, label: str, problem: str | None) -> None:
         """Take note that a run is over, and whether it came out well."""
 
@@ -255,7 +258,10 @@ class _Bench:
             threads=default_threads(self.world_size),
         )
         results = launch(
-            job, on_event=lambda step: self.watcher.step(label, step), verbose=self.verbose
+            job,
+            on_event=lambda step: self.watcher.step(label, step),
+            on_warning=lambda message: self.watcher.warn(label, message),
+            verbose=self.verbose,
         )
         return _merge(results)
 

@@ -1,0 +1,117 @@
+"""Which rank a process is, as its environment says."""
+
+from __future__ import annotations
+
+import pytest
+
+from polyshard.exceptions import LaunchError
+from polyshard.group import Surroundings, find_surroundings
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "12345",
+}
+SLURM = {
+    "SLURM_JOB_ID": "70017",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_STEP_NODELIST": "gpu[007-008,012]",
+    "SLURM_PROCID": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+}
+
+
+def test_without_variables_there_is_no_group() -> None:
+    assert find_surroundings({"PATH": "/bin"}) is None
+
+
+def test_torchrun_says_it_all() -> None:
+    assert find_surroundings(TORCHRUN) == Surroundings(
+        rank=3,
+        world_size=4,
+        local_rank=1,
+        local_world_size=2,
+        master_addr="10.0.0.1",
+        master_port=12345,
+    )
+
+
+def test_what_is_found_is_written_as_torchrun_writes_it() -> None:
+    found = find_surroundings(TORCHRUN)
+    assert found is not None
+    assert found.as_environment() == TORCHRUN
+
+
+def test_a_slurm_step_is_a_group() -> None:
+    found = find_surroundings(SLURM)
+    assert found is not None
+    assert (found.rank, found.world_size) == (4, 5)
+    assert (found.local_rank, found.local_world_size) == (0, 1)
+    assert found.master_addr == "gpu007"
+
+
+def test_every_task_of_a_slurm_step_finds_the_same_meeting_place() -> None:
+    other = SLURM | {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0"}
+    here, there = find_surroundings(SLURM), find_surroundings(other)
+    assert here is not None
+    assert there is not None
+    assert (here.master_addr, here.master_port) == (there.master_addr, there.master_port)
+    assert there.local_world_size == 2
+
+
+def test_a_given_address_goes_before_the_one_from_slurm() -> None:
+    found = find_surroundings(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "4242"})
+    assert found is not None
+    assert (found.master_addr, found.master_port) == ("head", 4242)
+
+
+def test_a_slurm_batch_script_is_no_group() -> None:
+    batch = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    assert find_surroundings(batch) is None
+
+
+def test_a_slurm_step_of_one_task_is_no_group() -> None:
+    assert find_surroundings(SLURM | {"SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
+def test_torchrun_inside_a_slurm_task_goes_first() -> None:
+    found = find_surroundings(SLURM | TORCHRUN | {"TORCHELASTIC_RUN_ID": "x"})
+    assert found is not None
+    assert (found.rank, found.world_size) == (3, 4)
+
+
+def test_variables_by_hand_that_contradict_slurm_are_refused() -> None:
+    with pytest.raises(LaunchError) as refused:
+        find_surroundings(SLURM | TORCHRUN)
+    for part in ("RANK=3", "WORLD_SIZE=4", "SLURM_PROCID=4", "5 tasks"):
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("RANK", "4"),
+        ("RANK", "-1"),
+        ("RANK", "one"),
+        ("WORLD_SIZE", "0"),
+        ("LOCAL_RANK", "2.0"),
+        ("LOCAL_WORLD_SIZE", "1"),
+        ("MASTER_PORT", "70000"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(variable: str, value: str) -> None:
+    with pytest.raises(LaunchError, match=rf"variable {variable}: expected .*, found '{value}'"):
+        find_surroundings(TORCHRUN | {variable: value})
+
+
+@pytest.mark.parametrize("variable", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"])
+def test_a_missing_variable_is_named(variable: str) -> None:
+    incomplete = {name: value for name, value in TORCHRUN.items() if name != variable}
+    with pytest.raises(LaunchError, match=rf"is set but {variable} is not"):
+        find_surroundings(incomplete)
