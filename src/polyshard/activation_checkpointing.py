@@ -66,7 +66,7 @@ def checkpoint_units(model: nn.Module, units: UnitReport, mode: CheckpointMode) 
             f"activation checkpointing: expected repeated blocks in {type(model).__name__}, found "
             "none to wrap; name their class as the strategy's unit, or turn it off"
         )
-    context = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    context: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     holders = list(model.modules())
     wrappers = {unit: checkpoint_wrapper(unit, **context) for unit in units.modules.values()}
     for module in holders:
@@ -83,7 +83,7 @@ def _replace_children(module: nn.Module, wrappers: dict[nn.Module, nn.Module]) -
 
 
 def _selective_contexts() -> Any:
-    return create_selective_checkpoint_contexts(_keep_expensive)
+    return create_selective_checkpoint_contexts(_keep_expensive)  # type: ignore[no-untyped-call]
 
 
 def _keep_expensive(_context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:

@@ -35,7 +35,7 @@ class _Autocast:
 
     def enter(self, *_: Any) -> None:
         region = torch.autocast(self.device_type, self.dtype)
-        region.__enter__()
+        region.__enter__()  # type: ignore[no-untyped-call]
         self.regions.append(region)
 
     def leave(self, *_: Any) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from polyshard.hookspecs import hookimpl
-from polyshard.optimizers import canonical_name
+from polyshard.optimizers import own_name
 
 __all__: list[str] = []
 
@@ -52,7 +52,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> float
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Copy the state dict to the CPU, each DTensor gathered."""
     return {
-        canonical_name(name): _full(value).detach().to("cpu", copy=True)
+        own_name(name): _full(value).detach().to("cpu", copy=True)
         for name, value in model.state_dict().items()
         if isinstance(value, Tensor)
     }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from polyshard.exceptions import OptimizerError
+from polyshard.placement import mesh_device
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,10 +117,12 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], model: nn.Module) 
 def shard_like(full: Tensor, like: DTensor) -> DTensor:
     """Cut a tensor that every rank holds in full to the part that ``like`` has here.
 
-    No rank sends anything; the result is a copy on the device of ``like``.
+    No rank sends anything; the result is on the device of ``like``, or of its mesh while ``like``
+    is on the meta device.
     """
+    device = mesh_device(like.device_mesh) if like.is_meta else like.device
     return distribute_tensor(
-        full.detach().to(like.device), like.device_mesh, like.placements, src_data_rank=None
+        full.detach().to(device), like.device_mesh, like.placements, src_data_rank=None
     )
 
 

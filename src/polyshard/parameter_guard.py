@@ -32,8 +32,9 @@ class ParameterGuard:
     def __init__(self, model: nn.Module, called: nn.Module) -> None:
         self.in_rebuild = False
         self.expected = _all_places(model)
-        model.register_load_state_dict_pre_hook(self.before_load)
-        model.register_load_state_dict_post_hook(self.after_load)
+        loading: Any = model  # the two methods have no annotations
+        loading.register_load_state_dict_pre_hook(self.before_load)
+        loading.register_load_state_dict_post_hook(self.after_load)
         called.register_forward_pre_hook(self.before_forward, prepend=True)
         called.__dict__[_ATTRIBUTE] = self
 

@@ -104,7 +104,8 @@ class ParameterSnapshot:
         """Move the present values into the old objects, and put those back in all their places.
 
         Dtype, device, layout and ties are those of before. Attributes that the new objects have
-        are kept, and those that they lack come back. Where this is refused, the old values stay.
+        are kept, and those that they lack come back. Where this is refused, the old values and
+        objects come back too, but not a module that was replaced.
 
         Raises:
             RebuildError: A parameter was added, removed, resized or tied to another, its module
@@ -229,7 +230,8 @@ def _replace_tensor(parameter: nn.Parameter, tensor: Tensor) -> None:
     if isinstance(tensor, DTensor):
         # A DTensor's parts cannot be set through ``data``. The swap takes the attributes along.
         attributes = dict(vars(parameter))
-        torch.utils.swap_tensors(parameter, nn.Parameter(tensor, parameter.requires_grad))
+        new = nn.Parameter(tensor, parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
         vars(parameter).update(attributes)
     else:
         parameter.data = tensor
@@ -259,7 +261,8 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _fill(parameter: nn.Parameter, attributes: dict[str, Any]) -> None:

@@ -103,8 +103,8 @@ def _is_parallel_style(value: object) -> bool:
 
 
 def _is_reshard(instance: object, attribute: Attribute[Any], value: object) -> None:
-    if not isinstance(value, bool):
-        is_int(2)(instance, attribute, value)
+    if not isinstance(value, int) or (value < 2 and not isinstance(value, bool)):
+        reject(instance, attribute, value, "true, false, or a number of at least 2 ranks")
 
 
 @frozen(kw_only=True)

@@ -9,9 +9,6 @@ from polyshard.exceptions import MeshError
 from polyshard.mesh import MeshAxisName as Axis
 from polyshard.placement import axis_sizes
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["ShardingMesh", "sharding_mesh"]
 
 _SUPPORTED = (Axis.DP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP)

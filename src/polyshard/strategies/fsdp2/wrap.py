@@ -72,6 +72,7 @@ def wrap(
     require_parameters(model, "fsdp2", trainable=False)
     check_tensors(model)
     units = find_units(model, config.unit_modules)
+    names = {} if optimizer is None else record_names(optimizer, model)
     if mesh is None:
         _check_without_group(config, model)
         _prepare_compute(config, model, units, "cpu")
@@ -83,7 +84,6 @@ def wrap(
     _check_options(config, parts.data, groups, split=bool(plan))
     check_dtypes(model, groups)
     _check_optimizer(optimizer)
-    names = {} if optimizer is None else record_names(optimizer, model)
     attributes = attributes_of(model)
     if config.sync_initial_weights:
         broadcast_weights(model, mesh)
