@@ -11,6 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from polyshard.discovery import describe_owner
 from polyshard.exceptions import OptimizerError, OptimizerNotShardableError
 from polyshard_megatron_fsdp._model import ShardedModel
+from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["refuse_empty", "refuse_unshardable", "watch_steps"]
 
@@ -33,7 +34,7 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
                 f"expected an optimizer whose update is elementwise, found "
                 f"{type(optimizer).__name__} ({describe_owner(type(optimizer))}), a "
                 f"{cls.__name__}, which needs whole matrices, while 'megatron_fsdp' "
-                f"({describe_owner(refuse_unshardable)}) gives each rank some rows of them; use "
+                f"({WHO}) gives each rank some rows of them; use "
                 "AdamW or SGD, or a strategy that does not shard optimizers, such as DDP"
             )
 

@@ -9,10 +9,10 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from polyshard.discovery import describe_owner
 from polyshard.exceptions import RebuildError
 from polyshard_megatron_fsdp._layout import part_of
 from polyshard_megatron_fsdp._model import ShardedModel
+from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["accept_full_tensors", "shard_like"]
 
@@ -66,7 +66,7 @@ def _refuse_assignment(model: ShardedModel, metadata: Mapping[str, Any]) -> None
     """
     if metadata.get("assign_to_params_buffers") and not model.record.rebuilding:
         raise RebuildError(
-            f"{describe_owner(accept_full_tensors)}: load_state_dict(assign=True) replaces "
+            f"{WHO}: load_state_dict(assign=True) replaces "
             "parameters, which a model under Megatron-FSDP would go on without; put it inside "
             "polyshard.rebuild(model, config), or load without assign"
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
-from polyshard.discovery import describe_owner
 from polyshard.exceptions import MeshError, UnsupportedError
+from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["Topology", "topology_of"]
 
@@ -21,22 +21,23 @@ class Topology:
     """The dimensions of a mesh by what the strategy does along them.
 
     Attributes:
-        mesh: The mesh.
-        shard: Name of the dimension over which the model is sharded; it may be a flattened one.
+        mesh: Its dimensions in the order outer, shard, tensor, as far as they are there.
+        shard: Name of the dimension over which the model is sharded.
         outer: Name of the dimension of the replicas (HSDP), None with a single one.
         tensor: Name of the tensor-parallel dimension, None without one.
+        data: All data-parallel ranks, in one dimension.
     """
 
     mesh: DeviceMesh
     shard: str
     outer: str | None
     tensor: str | None
+    data: DeviceMesh
 
-    @property
-    def data_parallel_size(self) -> int:
-        """How many ranks see different data: those of the shard and the outer dimension."""
-        outer = self.mesh[self.outer].size() if self.outer else 1
-        return self.mesh[self.shard].size() * outer
+    def tensor_mesh(self) -> DeviceMesh | None:
+        """Return the tensor-parallel dimension, None for one with a single rank or without."""
+        mesh = self.mesh[self.tensor] if self.tensor else None
+        return mesh if mesh is not None and mesh.size() > 1 else None
 
 
 def topology_of(mesh: DeviceMesh) -> Topology:
@@ -54,11 +55,19 @@ def topology_of(mesh: DeviceMesh) -> Topology:
     sizes = {name: mesh.size(dim) for dim, name in enumerate(names)}
     _refuse_experts(sizes)
     parts = _shard_parts(sizes)
+    outer = next((name for name in _OUTER if sizes.get(name, 1) > 1), None)
+    tensor = _TENSOR if _TENSOR in sizes else None
+    shard = mesh[parts[0]] if len(parts) == 1 else _flatten(mesh, parts)
+    dimensions = [shard, *(mesh[name] for name in (tensor,) if name)]
+    if outer is not None:
+        dimensions.insert(0, mesh[outer])
+    ordered = dimensions[0] if len(dimensions) == 1 else DeviceMesh._concatenate(dimensions)
     return Topology(
-        mesh=mesh,
-        shard=parts[0] if len(parts) == 1 else _flattened(mesh, parts),
-        outer=next((name for name in _OUTER if sizes.get(name, 1) > 1), None),
-        tensor=_TENSOR if _TENSOR in sizes else None,
+        mesh=ordered,
+        shard="_".join(parts),
+        outer=outer,
+        tensor=tensor,
+        data=shard if outer is None else _flatten(ordered, (outer, "_".join(parts))),
     )
 
 
@@ -66,7 +75,7 @@ def _shard_parts(sizes: dict[str, int]) -> tuple[str, ...]:
     shard = next((name for name in _SHARD if name in sizes), None)
     if shard is None:
         raise MeshError(
-            f"{describe_owner(topology_of)}: expected a mesh with one of the dimensions "
+            f"{WHO}: expected a mesh with one of the dimensions "
             f"{', '.join(_SHARD)}, found {', '.join(sizes) or 'dimensions without names'}; "
             "name the data-parallel dimension 'dp'"
         )
@@ -75,27 +84,27 @@ def _shard_parts(sizes: dict[str, int]) -> tuple[str, ...]:
     return (shard,)
 
 
-def _flattened(mesh: DeviceMesh, parts: tuple[str, ...]) -> str:
-    """Return the name of the flattened dimension of some parts, made if it is not there yet."""
+def _flatten(mesh: DeviceMesh, parts: tuple[str, ...]) -> DeviceMesh:
+    """Make one dimension of several; one that was flattened before is used again.
+
+    Raises:
+        MeshError: The one from before has other ranks.
+    """
     name = "_".join(parts)
-    # A flattened dimension is not in mesh_dim_names; asking for it by name is how to find out.
     try:
-        flat = mesh[name]
-    except KeyError:
-        flat = mesh[parts]._flatten(name)
-    expected = mesh[parts].size()
-    if flat.size() != expected:
+        return mesh[parts]._flatten(name)
+    except ValueError as error:
         raise MeshError(
-            f"{describe_owner(topology_of)}: expected the flattened dimension {name!r} to have "
-            f"the {expected} ranks of {' x '.join(parts)}, found {flat.size()}"
-        )
-    return name
+            f"{WHO}: expected the flattened dimension {name!r} to have "
+            f"the {mesh[parts].size()} ranks of {' x '.join(parts)}, found another; flatten those "
+            "dimensions under this name, or leave it to parallelize"
+        ) from error
 
 
 def _refuse_experts(sizes: dict[str, int]) -> None:
     for name in _UNUSED:
         if sizes.get(name, 1) > 1:
             raise UnsupportedError(
-                f"{describe_owner(topology_of)}: expert parallelism is not supported, found a "
+                f"{WHO}: expert parallelism is not supported, found a "
                 f"mesh with {name}={sizes[name]}; leave the dimension out"
             )

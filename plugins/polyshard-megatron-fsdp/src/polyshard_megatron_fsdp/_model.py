@@ -11,14 +11,17 @@ from attrs import Factory, define
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polyshard.discovery import describe_owner
 from polyshard.exceptions import PolyshardError, UnsupportedError
 from polyshard_megatron_fsdp._layout import local_of, original_of
 from polyshard_megatron_fsdp._megatron import MegatronFSDP
 from polyshard_megatron_fsdp._mesh import Topology
+from polyshard_megatron_fsdp._wheel import WHO
 from polyshard_megatron_fsdp.config import MegatronFSDPConfig
 
-__all__ = ["NotFiniteError", "Record", "ShardedModel", "adopt", "wrapped"]
+__all__ = ["NotFiniteError", "Record", "ShardedModel", "adopt", "unwrapped", "wrapped"]
+
+#: Models that were parallelized and have nothing for the wheel to do.
+unwrapped: WeakSet[nn.Module] = WeakSet()
 
 
 class NotFiniteError(PolyshardError, ValueError):
@@ -170,7 +173,7 @@ def wrapped(model: nn.Module) -> ShardedModel:
     """
     if not isinstance(model, ShardedModel):
         raise UnsupportedError(
-            f"{describe_owner(wrapped)}: expected the model that parallelize returned, found "
+            f"{WHO}: expected the model that parallelize returned, found "
             f"{type(model).__name__}, which is not wrapped with Megatron-FSDP"
         )
     return model

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from polyshard.discovery import describe_owner
 from polyshard.exceptions import OptimizerError
 from polyshard.optimizers import canonical_parameters
 from polyshard_megatron_fsdp._guard import refuse_empty, refuse_unshardable
@@ -19,8 +18,9 @@ from polyshard_megatron_fsdp._layout import original_of
 from polyshard_megatron_fsdp._load import shard_like
 from polyshard_megatron_fsdp._megatron import fully_shard_optimizer
 from polyshard_megatron_fsdp._mends import without_first_step
-from polyshard_megatron_fsdp._model import ShardedModel, wrapped
+from polyshard_megatron_fsdp._model import ShardedModel, unwrapped, wrapped
 from polyshard_megatron_fsdp._rebuild import REPLACES
+from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["rebind", "shard"]
 
@@ -36,6 +36,8 @@ def shard(
         OptimizerNotShardableError: Its update needs whole matrices.
         OptimizerError: It has no parameters, or those of another model.
     """
+    if model in unwrapped:
+        return optimizer
     sharded = wrapped(model)
     if optimizer in sharded.record.optimizers:
         return optimizer
@@ -97,7 +99,7 @@ def _take_distributed(optimizer: Optimizer, model: ShardedModel) -> None:
     if foreign:
         raise OptimizerError(
             f"{type(optimizer).__name__}: expected parameters of the {type(model.module).__name__} "
-            f"that {describe_owner(shard)} wrapped, found {foreign} of {len(held)} that are not; "
+            f"that {WHO} wrapped, found {foreign} of {len(held)} that are not; "
             "build the optimizer on what parallelize returned, and replace parameters only "
             "inside polyshard.rebuild(model, config)"
         )

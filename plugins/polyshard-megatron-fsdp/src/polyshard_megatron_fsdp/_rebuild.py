@@ -15,10 +15,10 @@ from attrs import field, frozen
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from polyshard.discovery import describe_owner
 from polyshard.exceptions import RebuildError
 from polyshard_megatron_fsdp._layout import local_of, original_of, part_of
 from polyshard_megatron_fsdp._model import ShardedModel
+from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["REPLACES", "Snapshot", "remember", "restore"]
 
@@ -224,6 +224,4 @@ def _swap(old: nn.Parameter, new: nn.Parameter) -> None:
 
 
 def _error(expected: str, found: str, cure: str) -> RebuildError:
-    return RebuildError(
-        f"{describe_owner(restore)}: after rebuild, expected {expected}, found {found}; {cure}"
-    )
+    return RebuildError(f"{WHO}: after rebuild, expected {expected}, found {found}; {cure}")

@@ -8,12 +8,22 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import Version
 
-from polyshard.discovery import describe_owner
 from polyshard.exceptions import PluginLoadError
 
-__all__ = ["HAS_MEGATRON_FSDP", "LAST_TESTED", "OLDEST", "logger", "require_wheel", "wheel_version"]
+__all__ = [
+    "HAS_MEGATRON_FSDP",
+    "LAST_TESTED",
+    "OLDEST",
+    "WHO",
+    "logger",
+    "require_wheel",
+    "warn_once",
+    "wheel_version",
+]
 
 DISTRIBUTION = "megatron-fsdp"
+#: This distribution, as error messages show it.
+WHO = f"polyshard-megatron-fsdp {version('polyshard-megatron-fsdp')}"
 OLDEST = Version("0.5.0")
 #: What is mended is known to be wrong up to this version; later ones are left as they are.
 LAST_TESTED = Version("0.6.1")
@@ -41,7 +51,7 @@ def require_wheel() -> Version:
     found = wheel_version()
     if found is None or found < OLDEST:
         raise PluginLoadError(
-            f"{describe_owner(require_wheel)} needs {DISTRIBUTION} >= {OLDEST}, "
+            f"{WHO} needs {DISTRIBUTION} >= {OLDEST}, "
             f"found {found or 'none'}; run: pip install '{DISTRIBUTION}>={OLDEST}'"
         )
     return found

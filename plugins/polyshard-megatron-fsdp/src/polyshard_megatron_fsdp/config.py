@@ -10,6 +10,7 @@ from polyshard.config import DistributedConfig
 from polyshard.discovery import describe_owner
 from polyshard.exceptions import ConfigError
 from polyshard.fields import is_bool, is_one_of, optional
+from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["MegatronFSDPConfig"]
 
@@ -66,6 +67,7 @@ class MegatronFSDPConfig(DistributedConfig):
     """
 
     strategy: ClassVar[str] = "megatron_fsdp"
+    sequence_parallel: ClassVar[bool] = False
 
     megatron_fsdp_unit_modules: Any = field(default=None, validator=optional(_names_units))
     zero_dp_strategy: int = field(default=3, validator=is_one_of(0, 1, 2, 3))
@@ -100,4 +102,4 @@ class MegatronFSDPConfig(DistributedConfig):
             )
 
     def _refuse(self, problem: str) -> None:
-        raise ConfigError(f"{type(self).__name__} ({describe_owner(type(self))}): {problem}")
+        raise ConfigError(f"{type(self).__name__} ({WHO}): {problem}")

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from polyshard.discovery import describe_owner
 from polyshard.exceptions import ConfigError, MeshError
 from polyshard.fields import describe_value
-from polyshard_megatron_fsdp._wheel import require_wheel
+from polyshard_megatron_fsdp._wheel import WHO, require_wheel
 from polyshard_megatron_fsdp.config import MegatronFSDPConfig
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ class MegatronFSDPManager:
             PluginLoadError: megatron-fsdp is missing or too old.
         """
         require_wheel()
-        who = f"MegatronFSDPManager ({describe_owner(type(self))})"
+        who = f"MegatronFSDPManager ({WHO})"
         if not isinstance(config, MegatronFSDPConfig):
             raise ConfigError(f"{who}: expected a MegatronFSDPConfig, {_found(config)}")
         # Only its shape is asked for, so that a config can be checked without torch.
