@@ -115,11 +115,7 @@ def compare(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Run the scripts in benchmarks/, each with the arguments after ``--``."""
+    """Run the benchmarks, or those whose files are named after ``--``."""
     install(session)
-    for script in sorted(Path("benchmarks").glob("*.py")):
-        session.run("python", str(script), *session.posargs)
-
-
-def _only(strategy: str) -> list[str]:
-    return ["-m", "strategy", "--strategy", strategy]
+    for script in session.posargs or sorted(Path("benchmarks").glob("*.py")):
+        session.run("python", script)
