@@ -76,7 +76,7 @@ def checkpoint_units(model: nn.Module, units: UnitReport, mode: CheckpointMode) 
 
 
 def _replace_children(module: nn.Module, wrappers: dict[nn.Module, nn.Module]) -> None:
-    for name, child in module.named_children():
+    for name, child in list(module._modules.items()):  # named_children leaves out repetitions
         if child in wrappers:
             wrappers[child].training = child.training
             module.register_module(name, wrappers[child])

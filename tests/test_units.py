@@ -1,0 +1,113 @@
+"""Units are found in the model or named by the user, and what cannot be one is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from polyshard.exceptions import UnitError
+from polyshard.units import UnitSpec, find_units
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self.activation = nn.ReLU()
+
+
+class WideBlock(Block):
+    pass
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.short = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+NAMES = ("blocks.0", "blocks.1", "blocks.2")
+
+
+@pytest.mark.parametrize(
+    "spec", [None, Block, "Block", f"{__name__}.Block", ["Block"], (Block, "Block")]
+)
+def test_a_class_is_found_or_named_in_any_way(spec: UnitSpec | None) -> None:
+    report = find_units(Network(), spec)
+    assert report.names == NAMES
+    assert report.counts == {f"{__name__}.Block": 3}
+    assert str(report) == f"3 x {__name__}.Block"
+
+
+def test_several_classes_are_units_beside_each_other() -> None:
+    report = find_units(Network(), [Block, nn.Embedding])
+    assert report.names == ("embedding", *NAMES)
+
+
+def test_a_class_means_its_subclasses_but_a_name_does_not() -> None:
+    model = nn.Sequential(WideBlock(), Block())
+    assert find_units(model, Block).names == ("0", "1")
+    assert find_units(model, "Block").names == ("1",)
+
+
+def test_what_the_model_declares_comes_first() -> None:
+    model = Network()
+    model._no_split_modules = ["Embedding", "NotInThisOne"]  # type: ignore[assignment]
+    assert find_units(model).names == ("embedding",)
+
+
+def test_of_nested_declarations_the_outer_ones_are_units() -> None:
+    model = Network()
+    model._no_split_modules = ["Block", "Attention"]  # type: ignore[assignment]
+    assert find_units(model).names == NAMES
+
+
+def test_a_block_that_is_used_twice_is_one_unit() -> None:
+    block = Block()
+    model = nn.Sequential(block, block, Block())
+    assert find_units(model).names == ("0", "2")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(2, 2),
+        nn.Sequential(nn.Linear(2, 2), nn.ReLU()),
+        nn.Sequential(nn.ReLU(), nn.ReLU()),
+    ],
+    ids=["one layer", "no two alike", "no parameters"],
+)
+def test_a_model_without_repeated_blocks_has_no_units(model: nn.Module) -> None:
+    report = find_units(model)
+    assert report.modules == {}
+    assert str(report) == "no repeated block"
+
+
+@pytest.mark.parametrize("spec", ["Blok", nn.Conv2d, [Block, "Blok"], "tests.other.Block"])
+def test_a_class_without_instances_is_refused_with_those_that_exist(spec: UnitSpec) -> None:
+    with pytest.raises(UnitError, match="none of them has") as caught:
+        find_units(Network(), spec)
+    assert f"{__name__}.Block (3)" in str(caught.value)
+    assert f"{__name__}.Attention (3)" in str(caught.value)
+
+
+def test_a_unit_inside_a_unit_is_refused() -> None:
+    with pytest.raises(UnitError, match=r"'blocks\.0\.attention' .* inside 'blocks\.0'"):
+        find_units(Network(), [Block, Attention])
+
+
+def test_a_unit_without_parameters_is_refused() -> None:
+    with pytest.raises(UnitError, match=r"'blocks\.0\.activation' .* and 2 others that own none"):
+        find_units(Network(), nn.ReLU)
+
+
+def test_an_empty_list_is_refused() -> None:
+    with pytest.raises(UnitError, match="at least one module class"):
+        find_units(Network(), [])
