@@ -1,0 +1,72 @@
+"""A forward past the wrapper is warned of, and one whose gradients are not averaged refused."""
+
+import warnings
+
+import pytest
+import torch
+
+from polyshard import DDPConfig, parallelize
+from polyshard.conformance.models import build_model, global_batch, loss_of
+from polyshard.conformance.pool import RankPool
+from polyshard.exceptions import RebuildError
+
+pytestmark = pytest.mark.strategy("ddp")
+
+
+def test_training_the_module_inside_warns_once(ranks: RankPool) -> None:
+    for messages in ranks.run(call_inside):
+        (message,) = messages
+        assert "TinyModel was called without the DistributedDataParallel around it" in message
+        assert "call the model that parallelize returned" in message
+
+
+def call_inside() -> list[str]:
+    module = build_model("plain")
+    model, _ = parallelize(module, DDPConfig())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss_of(model, global_batch(0))
+        module.eval()
+        loss_of(module, global_batch(0))
+        module.train()
+        with torch.no_grad():
+            loss_of(module, global_batch(0))
+        assert not caught, "evaluation past the wrapper is right"
+        for _ in range(2):
+            loss_of(module, global_batch(0))
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_forward_that_raises_does_not_hide_the_next_mistake(ranks: RankPool) -> None:
+    assert all(ranks.run(call_inside_after_error))
+
+
+def call_inside_after_error() -> bool:
+    module = build_model("plain")
+    model, _ = parallelize(module, DDPConfig())
+    with pytest.raises(IndexError):
+        model(torch.tensor([[99]]))
+    with pytest.warns(UserWarning, match="without the DistributedDataParallel"):
+        loss_of(module, global_batch(0))
+    return True
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_a_cast_outside_rebuild_is_refused(ranks: RankPool, back: bool) -> None:
+    """Also one that was taken back: torch's hooks on the gradients are gone all the same."""
+    for message in ranks.run(cast, back):
+        assert "expected the dtype and device that the model had at parallelize" in message
+        assert "polyshard.rebuild(model, config)" in message
+
+
+def cast(back: bool) -> str:
+    model, _ = parallelize(build_model("plain"), DDPConfig())
+    loss_of(model, global_batch(0)).backward()
+    model.double()
+    if back:
+        model.float()
+    try:
+        loss_of(model, global_batch(1))
+    except RebuildError as error:
+        return str(error)
+    return "no error"
