@@ -20,9 +20,12 @@ class DistributedConfig:
 
     Attributes:
         strategy: Name of the strategy's entry point in the group ``polyshard.strategies``.
+        parallelism: Which sizes of ``ParallelismSizes`` may be more than 1 under the strategy,
+            each by its name without ``_size``.
     """
 
     strategy: ClassVar[str]
+    parallelism: ClassVar[frozenset[str]] = frozenset({"dp"})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the config as plain values, with the strategy's name under ``"strategy"``.

@@ -18,6 +18,7 @@ from polyshard.discovery import describe_owner
 from polyshard.exceptions import OptimizerNotShardableError, PluginError, UnsupportedError
 from polyshard.fields import describe_value
 from polyshard.mesh import world_mesh
+from polyshard.process_groups import one_timeout
 from polyshard.ranks import agree, mesh_ranks, together, world_size
 from polyshard.registry import default_registry
 
@@ -88,7 +89,7 @@ def parallelize(
     mesh = world_mesh() if mesh is None else mesh
     members = mesh_ranks(mesh)
     before = guards.parameters_of(model)
-    with together("parallelize", members):
+    with together("parallelize", members), one_timeout():
         agree("parallelize", members, guards.facts(model, config))
         result = registry.dispatch(
             "parallelize", config, model=model, mesh=mesh, optimizer=optimizer

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import frozen
+from attrs import fields, frozen
 
 from polyshard.config import DistributedConfig
-from polyshard.mesh import MeshContext, ParallelismSizes
+from polyshard.exceptions import ConfigError, MeshError
+from polyshard.fields import describe_value
+from polyshard.group import Surroundings, find_surroundings, join_group
+from polyshard.mesh import MeshContext, ParallelismSizes, covered_ranks
+from polyshard.registry import default_registry
 from polyshard.resolve import resolve_config
+from polyshard.structuring import structure
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-__all__ = ["DistributedSetup"]
+__all__ = ["DistributedSetup", "check_parallelism"]
+
+ActivationCheckpointing = bool | Literal["full", "selective"]
 
 
 @frozen
@@ -38,49 +48,70 @@ class DistributedSetup:
     def build(
         cls,
         strategy: str | Mapping[str, Any] | DistributedConfig = "fsdp2",
-        parallelism_sizes: ParallelismSizes | Mapping[str, int] | None = None,
+        parallelism_sizes: ParallelismSizes | Mapping[str, int | None] | None = None,
+        activation_checkpointing: ActivationCheckpointing = False,
+        world_size: int | None = None,
+        timeout_minutes: float | None = None,
+        ranks: Iterable[int] | None = None,
     ) -> DistributedSetup:
-        """Resolve the strategy and make the mesh.
+        """Resolve the strategy and make the mesh; call it on every rank of the job.
+
+        Where torchrun or SLURM started this process and the script has not started a process
+        group, it is started here. All mistakes are found before that, without importing torch.
 
         Args:
             strategy: Name, alias, mapping or config.
             parallelism_sizes: Sizes, or a mapping of them (default: data parallel only).
+            activation_checkpointing: Sets the config's field of that name; False leaves it.
+            world_size: How many ranks there must be (default: as many as there are).
+            timeout_minutes: How long a collective may wait for a rank, in every process group of
+                this process (default: as the job's default group was started).
+            ranks: Global ranks that train together (default: all). The others call ``build``
+                too, and may train nothing with what they get.
 
         Raises:
             ConfigError: A value is not what its field accepts.
-            MeshError: The sizes do not multiply to the number of ranks.
+            LaunchError: The environment describes no group of processes, or two.
+            MeshError: The sizes do not multiply to the number of ranks, the strategy does not
+                support one of them, or there are not ``world_size`` ranks.
             StrategyNotFoundError: No installed strategy has that name.
         """
-        from polyshard.structuring import structure
-
-        config = resolve_config(strategy)
+        config = _with_checkpointing(resolve_config(strategy), activation_checkpointing)
         sizes = structure(parallelism_sizes or {}, ParallelismSizes, path=("parallelism_sizes",))
-        return cls(config, MeshContext.build(sizes))
+        check_parallelism(config, sizes)
+        timeout = _to_timeout(timeout_minutes)
+        surroundings = None if _has_group() else find_surroundings()
+        covered = covered_ranks(ranks, _job_size(surroundings))
+        _check_world_size(world_size, len(covered))
+        sizes = sizes.resolve(len(covered))
+        if surroundings is not None:
+            join_group(surroundings)
+        return cls(config, MeshContext.build(sizes, ranks=covered, timeout=timeout))
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the job, 1 without a process group."""
-        from polyshard.ranks import world_size
-
-        return world_size()
+        """The number of ranks that train together, 1 without a process group."""
+        mesh = self.mesh_context.mesh
+        return 1 if mesh is None else mesh.size()
 
     @property
     def device(self) -> torch.device:
         """The device that this rank trains on."""
-        import torch
+        from polyshard.placement import mesh_device
 
-        mesh = self.mesh_context.mesh
-        if mesh is None or mesh.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+        return mesh_device(self.mesh_context.mesh)
 
     def parallelize(
         self, model: nn.Module, optimizer: Optimizer | None = None
     ) -> tuple[nn.Module, Optimizer | None]:
-        """Distribute a model over the mesh; see ``polyshard.parallelize``."""
+        """Distribute a model over the mesh; see ``polyshard.parallelize``.
+
+        Raises:
+            MeshError: The mesh does not cover this rank.
+        """
         from polyshard.lifecycle import parallelize
 
-        return parallelize(model, self.config, mesh=self.mesh_context.mesh, optimizer=optimizer)
+        return parallelize(model, self.config, mesh=self._own_mesh(), optimizer=optimizer)
 
     def shard_optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
         """Shard an optimizer if need be; see ``polyshard.maybe_shard_optimizer``."""
@@ -93,3 +124,107 @@ class DistributedSetup:
         from polyshard.lifecycle import rebuild
 
         return rebuild(model, self.config)
+
+    def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
+        """Return the context of one of several microbatches; see ``polyshard.accumulate``."""
+        from polyshard.lifecycle import accumulate
+
+        return accumulate(model, self.config, last=last)
+
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:
+        """Clip the gradients by their global norm; see ``polyshard.clip_grad_norm``."""
+        from polyshard.lifecycle import clip_grad_norm
+
+        return clip_grad_norm(model, self.config, max_norm, norm_type)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """Gather the whole model on every rank; see ``polyshard.full_state_dict``."""
+        from polyshard.lifecycle import full_state_dict
+
+        return full_state_dict(model, self.config)
+
+    def _own_mesh(self) -> DeviceMesh | None:
+        mesh = self.mesh_context.mesh
+        if mesh is not None and mesh.get_coordinate() is None:
+            raise MeshError(
+                f"expected one of the ranks {mesh.mesh.flatten().tolist()} that this setup "
+                f"covers, found rank {mesh.get_rank()}; call it on those alone"
+            )
+        return mesh
+
+
+def check_parallelism(config: DistributedConfig, sizes: ParallelismSizes) -> None:
+    """Raise if a size is more than 1 that the strategy does not declare in ``parallelism``.
+
+    Raises:
+        MeshError: The message names strategy, distribution, the size and what is supported.
+    """
+    names = [attribute.name for attribute in fields(ParallelismSizes)]
+    supported = [name for name in names if name.removesuffix("_size") in config.parallelism]
+    for name in names:
+        size = getattr(sizes, name)
+        if (size or 1) > 1 and name not in supported:
+            info = default_registry().find(config.strategy)
+            raise MeshError(
+                f"strategy {info.name!r} ({info.origin}): expected no sizes above 1 but "
+                f"{', '.join(supported)}, found {name}={size}; leave it out, or choose a strategy "
+                "that supports it"
+            )
+
+
+def _with_checkpointing(
+    config: DistributedConfig, wanted: ActivationCheckpointing
+) -> DistributedConfig:
+    """Return the config with activation checkpointing as wanted; False leaves it alone."""
+    held = getattr(config, "activation_checkpointing", False)
+    if wanted is False or wanted == held:
+        return config
+    if held:
+        raise ConfigError(
+            f"activation_checkpointing: expected it to be set once, found {held!r} in the config "
+            f"of strategy {config.strategy!r} and {wanted!r} beside it",
+            field="activation_checkpointing",
+        )
+    return resolve_config(config, activation_checkpointing=wanted)
+
+
+def _to_timeout(minutes: float | None) -> timedelta | None:
+    if minutes is None:
+        return None
+    if not isinstance(minutes, int | float) or isinstance(minutes, bool) or not minutes > 0:
+        raise ConfigError(
+            f"timeout_minutes: expected a number above 0, found {describe_value(minutes)}",
+            field="timeout_minutes",
+        )
+    return timedelta(minutes=minutes)
+
+
+def _has_group() -> bool:
+    """Whether there is a process group, found out without importing torch."""
+    module = sys.modules.get("torch.distributed")
+    return module is not None and module.is_initialized()
+
+
+def _job_size(surroundings: Surroundings | None) -> int:
+    if surroundings is not None:
+        return surroundings.world_size
+    if not _has_group():
+        return 1
+    from polyshard.ranks import world_size
+
+    return world_size()
+
+
+def _check_world_size(expected: int | None, found: int) -> None:
+    if expected is None:
+        return
+    if not isinstance(expected, int) or isinstance(expected, bool) or expected < 1:
+        raise ConfigError(
+            f"world_size: expected an integer of at least 1, found {describe_value(expected)}",
+            field="world_size",
+        )
+    if expected != found:
+        raise MeshError(
+            f"expected {expected} ranks, as world_size says, found {found}; start that many "
+            "processes, or leave world_size out"
+        )

@@ -148,6 +148,7 @@ class FSDP2Config(DistributedConfig):
     """
 
     strategy: ClassVar[str] = "fsdp2"
+    parallelism: ClassVar[frozenset[str]] = frozenset({"dp", "dp_replicate", "cp", "tp"})
 
     unit_modules: tuple[type | str, ...] | None = field(
         default=None, converter=_to_tuple, validator=optional(_is_unit_list)

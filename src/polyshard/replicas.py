@@ -1,0 +1,78 @@
+"""A check for debugging: ranks that hold the same part of a parameter hold the same values."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from polyshard.exceptions import RanksDisagreeError
+from polyshard.mesh import MeshAxisName, MeshContext
+from polyshard.optimizers import own_name
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["check_replicas"]
+
+#: Which part of a parameter a rank holds -> checksum of its values, by the parameter's name.
+Checksums = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+def check_replicas(model: nn.Module, mesh: DeviceMesh | MeshContext | None) -> None:
+    """Raise unless all replicas of each parameter are the same, bit for bit.
+
+    For debugging, after a step: it reads every parameter. Call it on every rank of the mesh.
+    Compared are the ranks of the data- and context-parallel dimensions that hold the same part:
+    all of them under DDP, those along ``dp_replicate`` under HSDP.
+
+    Args:
+        model: What ``parallelize`` returned.
+        mesh: The mesh that it was given.
+
+    Raises:
+        RanksDisagreeError: The message names the first parameter that differs, and two ranks.
+    """
+    context = mesh if isinstance(mesh, MeshContext) else MeshContext(mesh)
+    group = context.group(MeshAxisName.DP_CP)
+    if group is None or group.size() == 1:
+        return
+    own = {own_name(name): _checksum(p) for name, p in model.named_parameters()}
+    gathered: list[Checksums] = [{}] * group.size()
+    dist.all_gather_object(gathered, own, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    for name in own:
+        _compare(name, dict(zip(ranks, gathered, strict=True)))
+
+
+def _compare(name: str, checksums: Mapping[int, Checksums]) -> None:
+    first: dict[tuple[int, ...], int] = {}
+    for rank, found in checksums.items():
+        if name not in found:
+            raise RanksDisagreeError(
+                f"expected the same parameters on every rank, found no {name!r} on rank {rank}"
+            )
+        part, checksum = found[name]
+        other = first.setdefault(part, rank)
+        if checksums[other][name][1] != checksum:
+            raise RanksDisagreeError(
+                f"expected equal replicas of parameter {name!r}, found other values on rank "
+                f"{rank} than on rank {other}; something changed it on one of them alone"
+            )
+
+
+def _checksum(parameter: Tensor) -> tuple[tuple[int, ...], str]:
+    """Return which part of a parameter this rank holds, and a checksum of it."""
+    part: tuple[int, ...] = ()
+    if isinstance(parameter, DTensor):
+        coordinate = parameter.device_mesh.get_coordinate() or ()
+        places = zip(coordinate, parameter.placements, strict=True)
+        part = tuple(-1 if place.is_replicate() else at for at, place in places)
+        parameter = parameter.to_local()
+    values = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return part, hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()

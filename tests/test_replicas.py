@@ -1,0 +1,63 @@
+"""Replicas that drifted apart are found, and the first parameter is named."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from polyshard import DistributedSetup
+from polyshard.conformance.pool import RankPool
+from polyshard.exceptions import RanksDisagreeError
+from polyshard.replicas import check_replicas
+
+
+def break_one(strategy: str, sizes: dict[str, int], broken: int) -> str:
+    setup = DistributedSetup.build(strategy, sizes)
+    model, optimizer = setup.parallelize(*small_model())
+    assert optimizer is not None
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    check_replicas(model, setup.mesh_context)
+    if dist.get_rank() == broken:
+        weight = list(model.parameters())[2]
+        local = weight.to_local() if isinstance(weight, DTensor) else weight
+        with torch.no_grad():
+            local[0, 0] += 1e-6
+    try:
+        check_replicas(model, setup.mesh_context.mesh)
+    except RanksDisagreeError as error:
+        return str(error)
+    return "equal"
+
+
+def small_model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.world_size(4)
+def test_a_replica_that_was_changed_is_named_on_every_rank(ranks: RankPool) -> None:
+    answers = ranks.run(break_one, "fsdp2", {"dp_replicate_size": 2}, 3)
+    assert len(set(answers)) == 1
+    assert "parameter '1.weight', found other values on rank 3 than on rank 1;" in answers[0]
+
+
+@pytest.mark.world_size(2)
+def test_under_ddp_every_rank_is_a_replica(ranks: RankPool) -> None:
+    (answer, _) = ranks.run(break_one, "ddp", {}, 1)
+    assert "parameter 'module.1.weight', found other values on rank 1 than" in answer
+
+
+@pytest.mark.world_size(2)
+def test_shards_are_no_replicas(ranks: RankPool) -> None:
+    assert ranks.run(break_one, "fsdp2", {}, 1) == ["equal"] * 2
+
+
+def compare_without_mesh() -> None:
+    check_replicas(small_model()[0], None)
+
+
+@pytest.mark.world_size(1)
+def test_one_rank_has_no_replicas(ranks: RankPool) -> None:
+    ranks.run(compare_without_mesh)
