@@ -43,6 +43,8 @@ class Record:
         with_gradient: Positions of the parameters that got a gradient since they were zeroed.
         not_finite: Positions of the parameters whose gradient was not finite.
         rebuilding: Whether a script is replacing parameters inside ``rebuild``.
+        exposed: Whether a state dict with the distributed parameters has been handed out, which
+            ``torch.distributed.checkpoint`` loads into in place.
         before_rebuild: What ``snapshot_distributed_param_attrs`` remembered besides its result.
     """
 
@@ -55,6 +57,7 @@ class Record:
     with_gradient: set[int] = Factory(set)
     not_finite: set[int] = Factory(set)
     rebuilding: bool = False
+    exposed: bool = False
     before_rebuild: object = None
 
     @property
@@ -73,6 +76,8 @@ class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; without gradients the parameters are back in place afterwards."""
+        if self.record.exposed:
+            self._take_values()
         output = super().forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             # No backward will put them back, and the raw ones may have no storage.
@@ -112,6 +117,12 @@ class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not type
             pipeline.wait_bucket_ready(*next(iter(pipeline.param_gather_event_map)))
         super().synchronize_param_gather()
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the distributed parameters; what is loaded into them counts at once."""
+        self.record.exposed = True
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return state
+
     def distributed_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters that optimizers step, tied ones once, in an order all ranks share.
 
@@ -121,6 +132,12 @@ class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not type
             self.param_and_grad_buffer.optimizer_named_parameters
         )
         return named
+
+    def _take_values(self) -> None:
+        """Compute with the values that the distributed parameters have now."""
+        self.record.exposed = False
+        self.install_optimized_model_weights()
+        self.synchronize_param_gather()
 
     def _settle_gradients(self) -> None:
         """Tell all ranks which parameters got a gradient, and which of these is not finite.

@@ -21,10 +21,12 @@ def policy_for(config: MegatronFSDPConfig) -> Any:
     Raises:
         UnsupportedError: The wheel's policy has no field for what the config asks for.
     """
-    wanted = {
-        "main_params_dtype": torch.float32 if config.preserve_fp32_weights else None,
-        "main_grads_dtype": torch.float32 if config.grad_reduce_in_fp32 else None,
-    }
+    wanted = {"main_params_dtype": torch.float32 if config.preserve_fp32_weights else None}
+    if config.grad_reduce_in_fp32:
+        # Gradients are kept in the dtype of the weights that the optimizer steps, or it would
+        # refuse them; without float32 weights they are cast for the reduction alone.
+        kept = config.preserve_fp32_weights
+        wanted["main_grads_dtype" if kept else "grad_comm_dtype"] = torch.float32
     unknown = wanted.keys() - signature(MixedPrecisionPolicy).parameters.keys()
     if unknown:
         raise UnsupportedError(

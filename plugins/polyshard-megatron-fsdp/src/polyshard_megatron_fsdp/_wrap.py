@@ -24,6 +24,7 @@ from polyshard_megatron_fsdp._load import accept_full_tensors
 from polyshard_megatron_fsdp._megatron import MegatronFSDP, fully_shard_model
 from polyshard_megatron_fsdp._mends import mend_model, mend_modules
 from polyshard_megatron_fsdp._mesh import Topology, topology_of
+from polyshard_megatron_fsdp._meta import check_meta, initialize_replicas_alike, keep_buffers
 from polyshard_megatron_fsdp._model import Record, adopt, unwrapped
 from polyshard_megatron_fsdp._optimizer import rebind, shard
 from polyshard_megatron_fsdp._options import check_options, wheel_arguments
@@ -51,6 +52,7 @@ def parallelize(
     topology = topology_of(mesh)
     check_options(config, topology)
     _check_model(model)
+    check_meta(config, model, topology)
     names = _names_held(optimizer, model)
     units = find_units(model, config.megatron_fsdp_unit_modules)
     plan = module_plan(config, model, topology.tensor_mesh())
@@ -62,9 +64,11 @@ def parallelize(
         checkpoint_units(model, units, "full")
     if topology.data.size() == 1:
         return _leave_to_tensor_parallelism(model, optimizer, names)
-    sharded = adopt(
-        _wrap(config, model, topology, units), Record(config, topology, by_hand=by_hand)
-    )
+    with keep_buffers(model):
+        wheel_model = _wrap(config, model, topology, units)
+    sharded = adopt(wheel_model, Record(config, topology, by_hand=by_hand))
+    if config.init_fsdp_with_meta_device:
+        initialize_replicas_alike(sharded)
     restore_attributes(sharded.module, attributes)
     accept_full_tensors(sharded)
     watch_steps()

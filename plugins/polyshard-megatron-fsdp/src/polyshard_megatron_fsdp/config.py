@@ -38,8 +38,8 @@ class MegatronFSDPConfig(DistributedConfig):
             state, 2 gradients as well, 3 parameters as well.
         init_fsdp_with_meta_device: Whether the model is on the meta device and is initialized
             shard by shard, by the ``reset_parameters`` of its modules; not with stage 0.
-        grad_reduce_in_fp32: Whether gradients are reduced and accumulated in float32; False
-            uses the dtype of the parameters.
+        grad_reduce_in_fp32: Whether gradients are reduced in float32, and with
+            ``preserve_fp32_weights`` accumulated in it too; False uses the dtype of the parameters.
         preserve_fp32_weights: Whether the optimizer steps a float32 copy of the weights; False
             steps the weights in the dtype that the model computes in.
         overlap_grad_reduce: Whether gradients are reduced during backward. Stages 2 and 3
@@ -67,6 +67,7 @@ class MegatronFSDPConfig(DistributedConfig):
     """
 
     strategy: ClassVar[str] = "megatron_fsdp"
+    parallelism: ClassVar[frozenset[str]] = frozenset({"dp", "dp_replicate", "cp", "tp"})
     sequence_parallel: ClassVar[bool] = False
 
     megatron_fsdp_unit_modules: Any = field(default=None, validator=optional(_names_units))
