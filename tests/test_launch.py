@@ -13,7 +13,7 @@ import pytest
 from polyshard.exceptions import LaunchError
 from polyshard.launch import Job, JobFailedError, default_threads, launch
 
-JOBS = '''
+JOBS = """
     import os
     import signal
     import sys
@@ -50,7 +50,7 @@ JOBS = '''
             print("last words", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +71,7 @@ def test_every_rank_returns_and_rank_0_reports() -> None:
     events: list[Any] = []
     warned: list[str] = []
     handler = signal.getsignal(signal.SIGTERM)
-    results = launch(
-        job("add_up", start=10), on_event=events.append, on_warning=warned.append
-    )
+    results = launch(job("add_up", start=10), on_event=events.append, on_warning=warned.append)
     assert results == [{"total": 21, "threads": default_threads(2)}] * 2
     assert events == [{"from": 0}]
     assert warned == ["for users"]
@@ -119,5 +117,7 @@ def test_processes_that_the_system_refuses_are_an_error_with_a_cure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/gone/python")
-    with pytest.raises(LaunchError, match="start 2 processes, but the system refused.*; start few"):
+    with pytest.raises(
+        LaunchError, match=r"start 2 processes, but the system refused.*; start few"
+    ):
         launch(job("say_where"))

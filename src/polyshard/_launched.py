@@ -37,7 +37,7 @@ def main() -> None:
     job = json.loads((folder / "job.json").read_text())
     if not job["verbose"]:
         _print_to(folder / f"output{rank}.txt")
-    _end_with_the_job(folder)
+    _end_with_the_job(folder, job["launcher"])
     # Not Python's handler, which a process that waits in torch's code would never get to.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.enable()
@@ -120,9 +120,8 @@ def _print_to(path: Path) -> None:
             os.dup2(file.fileno(), descriptor)
 
 
-def _end_with_the_job(folder: Path) -> None:
+def _end_with_the_job(folder: Path, launcher: int) -> None:
     """End the process when its launcher dies or gives the job up, even in mid-collective."""
-    launcher = os.getppid()
 
     def watch() -> None:
         while os.getppid() == launcher and folder.exists():

@@ -118,7 +118,7 @@ def launch(
     check_capacity(job)
     with TemporaryDirectory(prefix="polyshard-job-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        what = {**asdict(job, recurse=False), "verbose": verbose}
+        what = {**asdict(job, recurse=False), "verbose": verbose, "launcher": os.getpid()}
         (folder / "job.json").write_text(json.dumps(what))
         told = {"event": on_event, "warning": on_warning}
         with _following(folder / "events", told), _same_signal_handlers():

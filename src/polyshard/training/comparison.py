@@ -9,11 +9,11 @@ small ones of a tensor as far as the large ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import evolve, field, frozen
 
@@ -21,6 +21,9 @@ from polyshard.config import DistributedConfig
 from polyshard.exceptions import PolyshardError
 from polyshard.launch import Job, JobFailedError, default_threads, launch
 from polyshard.training.config import TrainingConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "TOLERANCE",
@@ -31,6 +34,7 @@ __all__ = [
     "Trial",
     "Watcher",
     "compare",
+    "measure_difference",
 ]
 
 #: How far apart fp32 runs of the same training may be and still count as equal.
@@ -293,38 +297,48 @@ def _failed(trial: Trial, error: PolyshardError) -> Trial:
 def _judged(
     trial: Trial, run: Run, reference: Run, weights: Path, reference_weights: Path
 ) -> Trial:
-    difference = _difference(run, reference, weights, reference_weights)
+    import torch
+
+    difference = measure_difference(
+        run, reference, torch.load(weights), torch.load(reference_weights)
+    )
     problem = "; ".join(difference.excesses()) or None
     return evolve(trial, run=run, difference=difference, problem=problem)
 
 
-def _difference(run: Run, reference: Run, weights: Path, reference_weights: Path) -> Difference:
-    import torch
+def measure_difference(
+    run: Run,
+    reference: Run,
+    weights: Mapping[str, Tensor],
+    reference_weights: Mapping[str, Tensor],
+) -> Difference:
+    """Return how far a run is from the reference, at its worst.
 
-    found, expected = torch.load(weights), torch.load(reference_weights)
-    worst_weight, weight, weight_absolute = "", 0.0, 0.0
-    for name, tensor in expected.items():
-        # A strategy whose weights have other names has not given the model back.
-        apart = float((found[name] - tensor).abs().max()) if name in found else math.inf
-        relative = _relative(apart, float(tensor.abs().max()))
-        weight_absolute = _worse(weight_absolute, apart)
-        if _worse(weight, relative) is not weight:
-            worst_weight, weight = name, relative
+    Args:
+        run: The run.
+        reference: What it should have come to.
+        weights: Its final weights by name, on the CPU.
+        reference_weights: The reference's. One that ``weights`` lacks is infinitely far off.
+    """
+    apart = {
+        name: float((weights[name] - expected).abs().max()) if name in weights else math.inf
+        for name, expected in reference_weights.items()
+    }
+    relative = {
+        name: _relative(apart[name], float(expected.abs().max()))
+        for name, expected in reference_weights.items()
+    }
+    worst_weight = max(relative, key=lambda name: _badness(relative[name]))
+    losses = list(zip(run.losses, reference.losses, strict=True))
+    norms = zip(run.grad_norms, reference.grad_norms, strict=True)
     return Difference(
-        loss=_largest_relative(run.losses, reference.losses),
-        loss_absolute=max(abs(a - b) for a, b in zip(run.losses, reference.losses, strict=True)),
-        grad_norm=_largest_relative(run.grad_norms, reference.grad_norms),
-        weight=weight,
-        weight_absolute=weight_absolute,
+        loss=_worst(_relative(abs(a - b), abs(b)) for a, b in losses),
+        loss_absolute=_worst(abs(a - b) for a, b in losses),
+        grad_norm=_worst(_relative(abs(a - b), abs(b)) for a, b in norms),
+        weight=relative[worst_weight],
+        weight_absolute=_worst(apart.values()),
         worst_weight=worst_weight,
     )
-
-
-def _largest_relative(found: Sequence[float], expected: Sequence[float]) -> float:
-    worst = 0.0
-    for a, b in zip(found, expected, strict=True):
-        worst = _worse(worst, _relative(abs(a - b), abs(b)))
-    return worst
 
 
 def _relative(difference: float, scale: float) -> float:
@@ -333,6 +347,10 @@ def _relative(difference: float, scale: float) -> float:
     return difference / scale
 
 
-def _worse(so_far: float, candidate: float) -> float:
-    """Return the larger difference, where one that is not a number is the largest of all."""
-    return candidate if not candidate <= so_far and so_far == so_far else so_far
+def _worst(differences: Iterable[float]) -> float:
+    return max(differences, key=_badness)
+
+
+def _badness(difference: float) -> tuple[bool, float]:
+    """Return what to sort by, such that a difference that is not a number is the largest."""
+    return math.isnan(difference), difference
