@@ -90,17 +90,16 @@ def structure_config(options: Mapping[str, Any], cls: type[Config], *, path: Pat
     return structure(fields, cls, path=path)
 
 
-def unstructure(config: object) -> dict[str, Any]:
+def unstructure(config: object, *, path: Path = ()) -> dict[str, Any]:
     """Return an attrs instance as plain values that YAML and JSON can hold.
 
     Raises:
         KeyPathError: A field holds something else.
     """
-    plain: dict[str, Any] = attrs.asdict(
-        config,  # type: ignore[arg-type]
-        value_serializer=_serialize,
-    )
-    return plain
+    return {
+        field.name: _plain(getattr(config, field.name), (*path, field.name))
+        for field in attrs.fields(type(config))  # type: ignore[arg-type]
+    }
 
 
 def nearest(word: str, candidates: typing.Iterable[str]) -> str:
@@ -109,14 +108,17 @@ def nearest(word: str, candidates: typing.Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _serialize(instance: object, attribute: attrs.Attribute[Any] | None, value: object) -> object:
-    if value is None or isinstance(value, bool | int | float | str | Mapping | list | tuple):
-        return list(value) if isinstance(value, tuple) else value
-    if attrs.has(type(value)):
+def _plain(value: object, path: Path) -> object:
+    if value is None or isinstance(value, bool | int | float | str):
         return value
-    name = attribute.name if attribute is not None else type(instance).__name__
+    if isinstance(value, Mapping):
+        return {key: _plain(inner, (*path, key)) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner, (*path, index)) for index, inner in enumerate(value)]
+    if attrs.has(type(value)):
+        return unstructure(value, path=path)
     raise KeyPathError(
-        f"a file cannot hold {describe_value(value)}; write this field as plain values", (name,)
+        f"a file cannot hold {describe_value(value)}; write this field as plain values", path
     )
 
 
