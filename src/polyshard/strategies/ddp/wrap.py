@@ -47,7 +47,8 @@ def wrap(
     group = None if mesh is None else data_parallel_group(mesh)
     device = mesh_device(mesh)
     names = {} if optimizer is None else record_names(optimizer, model)
-    model.to(device)
+    if device.type != "cpu":
+        model.to(device)
     if optimizer is not None:
         rebind(optimizer, names, model)
     mode = checkpoint_mode(config.activation_checkpointing)
@@ -55,7 +56,7 @@ def wrap(
         checkpoint_units(model, find_units(model), mode)
     dtype = torch_dtype(config.autocast_dtype)
     if dtype is not None:
-        autocast_forward(model, dtype, device.type)
+        autocast_forward(model, dtype, next(model.parameters()).device.type)
     if group is None:
         return model
     wrapper = DistributedDataParallel(

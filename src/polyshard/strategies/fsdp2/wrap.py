@@ -75,7 +75,7 @@ def wrap(
     names = {} if optimizer is None else record_names(optimizer, model)
     if mesh is None:
         _check_without_group(config, model)
-        _prepare_compute(config, model, units, "cpu")
+        _prepare_compute(config, model, units, next(model.parameters()).device.type)
         return
     parts = sharding_mesh(mesh)
     plan = module_plan(config, model, parts.tensor)
