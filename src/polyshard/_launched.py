@@ -79,7 +79,7 @@ def _warnings_told(tell: Callable[[str, object], None]) -> Iterator[None]:
                 tell("warning", str(message))
             show(message, category, *where)
 
-        warnings.showwarning = show_and_tell
+        warnings.showwarning = show_and_tell  # type: ignore[assignment]
         yield
 
 

@@ -48,7 +48,7 @@ def test_a_text_of_exactly_one_batch_is_enough() -> None:
 
 
 def test_a_text_too_short_for_a_batch_is_refused() -> None:
-    with pytest.raises(KeyPathError, match="expected at least 16 bytes, .* found 15 in") as e:
+    with pytest.raises(KeyPathError, match=r"expected at least 16 bytes, .* found 15 in") as e:
         Batches(TEXT[:15], CONFIG)
     assert e.value.path == ("data", "path")
 

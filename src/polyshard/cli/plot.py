@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, NamedTuple
 
-from polyshard.training.comparison import TOLERANCE, Comparison, Run
+from polyshard.training.comparison import Comparison, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ def plot(comparison: Comparison, path: Path) -> None:
     FigureCanvasAgg(figure)
     losses, distances, times, memory = figure.subplots(2, 2).flat
     _draw_losses(losses, lines)
-    _draw_distances(distances, lines)
+    _draw_distances(distances, lines, comparison.tolerance.loss)
     _draw_times(times, lines)
     _draw_memory(memory, lines)
     ranks = comparison.trials[0].world_size if comparison.trials else 1
@@ -71,15 +71,15 @@ def _draw_losses(axes: Axes, lines: Sequence[_Line]) -> None:
     axes.legend()
 
 
-def _draw_distances(axes: Axes, lines: Sequence[_Line]) -> None:
+def _draw_distances(axes: Axes, lines: Sequence[_Line], tolerance: float) -> None:
     reference, *trials = lines
     for line in trials:
         pairs = zip(line.run.losses, reference.run.losses, strict=True)
         distances = [max(abs(a - b) / abs(b), _SHOWN_FOR_ZERO) for a, b in pairs]
         _draw_over_steps(axes, line, distances, 1.0)
-    axes.axhline(TOLERANCE, color="C3", linestyle="--", linewidth=1)
+    axes.axhline(tolerance, color="C3", linestyle="--", linewidth=1)
     axes.annotate(
-        "tolerance", (1, TOLERANCE), textcoords="offset points", xytext=(0, 4), color="C3"
+        "tolerance", (1, tolerance), textcoords="offset points", xytext=(0, 4), color="C3"
     )
     axes.set_yscale("log")
     axes.set_ylim(bottom=_SHOWN_FOR_ZERO)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from polyshard import __version__
 from polyshard.cli.output import show_bytes, show_difference, show_seconds
-from polyshard.training.comparison import TOLERANCE, Comparison, Run, Trial
+from polyshard.training.comparison import Comparison, Run, Tolerance, Trial
 
 __all__ = ["print_report", "to_json"]
 
@@ -22,11 +23,7 @@ _ABSENT = "-"
 def print_report(comparison: Comparison, console: Console) -> None:
     """Print the table, and then what is wrong with each trial that is not equal."""
     console.print(_fitting_table(comparison, console))
-    console.print(
-        f"A trial is equal if each step's loss and gradient norm are within {TOLERANCE:.0e} of the "
-        f"reference's, relative, and each final weight within {TOLERANCE:.0e} of its tensor's "
-        "largest. Memory is a rank's peak, torch and Python included."
-    )
+    console.print(_explanation(comparison.tolerance))
     for trial in comparison.trials:
         if trial.problem is not None:
             console.print(f"\n[red]{escape(trial.candidate.label)}[/red]: {escape(trial.problem)}")
@@ -34,6 +31,18 @@ def print_report(comparison: Comparison, console: Console) -> None:
                 console.print(trial.details, markup=False)
     equal = sum(trial.equal for trial in comparison.trials)
     console.print(f"\n{equal} of {len(comparison.trials)} trials are equal to the reference.")
+
+
+def _explanation(tolerance: Tolerance) -> str:
+    if tolerance.weight is None:
+        weights = "; weights are not judged, which AdamW moves apart by rounding alone"
+    else:
+        weights = f", and final weights within {tolerance.weight:.0e} of their tensor's largest"
+    return (
+        "A trial is equal if in every step the loss is within "
+        f"{tolerance.loss:.0e} and the gradient norm within {tolerance.grad_norm:.0e} of the "
+        f"reference's, relative{weights}. Memory is a rank's peak, torch and Python included."
+    )
 
 
 def _fitting_table(comparison: Comparison, console: Console) -> Table:
@@ -120,7 +129,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     return {
         "polyshard": __version__,
         "torch": torch.__version__,
-        "tolerance": TOLERANCE,
+        "tolerance": attrs.asdict(comparison.tolerance),
         "training": comparison.config.to_dict(),
         "reference": _run_to_json(comparison.reference),
         "trials": [_trial_to_json(trial, comparison) for trial in comparison.trials],

@@ -1,7 +1,7 @@
 """Runs of the same training, side by side: how far each is from the reference, and at what cost.
 
 A trial is equal to the reference if the loss and the gradient norm of every step, and every final
-weight, are within the tolerance. Losses and norms are compared relative to the reference's value;
+weight, are within a tolerance. Losses and norms are compared relative to the reference's value;
 weights relative to the largest of their tensor, since fp32 arithmetic in another order moves the
 small ones of a tensor as far as the large ones.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from attrs import evolve, field, frozen
 
@@ -26,19 +26,41 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "TOLERANCE",
     "Candidate",
     "Comparison",
     "Difference",
     "Run",
+    "Tolerance",
     "Trial",
     "Watcher",
     "compare",
     "measure_difference",
 ]
 
-#: How far apart fp32 runs of the same training may be and still count as equal.
-TOLERANCE = 1e-6
+
+@frozen(kw_only=True)
+class Tolerance:
+    """How far apart fp32 runs of the same training may be and still count as equal.
+
+    Attributes:
+        loss: Of a step's loss, relative.
+        grad_norm: Of a step's gradient norm, relative.
+        weight: Of a final weight, relative to the largest of its tensor; None if weights say
+            nothing.
+    """
+
+    loss: float = 1e-6
+    grad_norm: float = 1e-6
+    weight: float | None = 1e-6
+
+    @classmethod
+    def under(cls, optimizer: str) -> Self:
+        """Return what can be asked for under an optimizer.
+
+        AdamW divides each gradient by its own size. Where one is almost zero, its rounding alone
+        decides where the weight goes, so that single weights end up apart.
+        """
+        return cls(grad_norm=1e-5, weight=None) if optimizer == "adamw" else cls()
 
 
 @frozen(kw_only=True)
@@ -87,17 +109,17 @@ class Difference:
     weight_absolute: float
     worst_weight: str
 
-    def excesses(self) -> list[str]:
-        """Return, in words, each difference that is larger than the tolerance or not a number."""
-        parts = {
-            "a loss": self.loss,
-            "a gradient norm": self.grad_norm,
-            f"a final weight ({self.worst_weight})": self.weight,
-        }
+    def excesses(self, tolerance: Tolerance) -> list[str]:
+        """Return, in words, each difference that is larger than it may be, or not a number."""
+        parts = [
+            ("a loss", self.loss, tolerance.loss),
+            ("a gradient norm", self.grad_norm, tolerance.grad_norm),
+            (f"a final weight ({self.worst_weight})", self.weight, tolerance.weight),
+        ]
         return [
-            f"{what} is off by {value:.1e} relative, more than {TOLERANCE:.0e}"
-            for what, value in parts.items()
-            if not value <= TOLERANCE
+            f"{what} is off by {value:.1e} relative, more than {limit:.0e}"
+            for what, value, limit in parts
+            if limit is not None and not value <= limit
         ]
 
 
@@ -167,6 +189,11 @@ class Comparison:
     config: TrainingConfig
     reference: Run
     trials: list[Trial]
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """What counts as equal."""
+        return Tolerance.under(self.config.optimizer.name)
 
 
 class Watcher(Protocol):
@@ -247,7 +274,8 @@ class _Bench:
                 trial = _failed(trial, error)
             else:
                 weights = self._weights(candidate.label), self._weights("reference")
-                trial = _judged(trial, run, reference, *weights)
+                tolerance = Tolerance.under(self.config.optimizer.name)
+                trial = _judged(trial, run, reference, *weights, tolerance)
         self.watcher.end(candidate.label, trial.problem)
         return trial
 
@@ -295,14 +323,19 @@ def _failed(trial: Trial, error: PolyshardError) -> Trial:
 
 
 def _judged(
-    trial: Trial, run: Run, reference: Run, weights: Path, reference_weights: Path
+    trial: Trial,
+    run: Run,
+    reference: Run,
+    weights: Path,
+    reference_weights: Path,
+    tolerance: Tolerance,
 ) -> Trial:
     import torch
 
     difference = measure_difference(
         run, reference, torch.load(weights), torch.load(reference_weights)
     )
-    problem = "; ".join(difference.excesses()) or None
+    problem = "; ".join(difference.excesses(tolerance)) or None
     return evolve(trial, run=run, difference=difference, problem=problem)
 
 
