@@ -303,3 +303,75 @@ def prefetch_without_units(options: dict[str, Any]) -> str:
     except UnitError as error:
         return str(error)
     return "no error"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("option", "kept"),
+    [
+        (None, {"embedding", "head"}),
+        (True, set()),
+        (False, {"embedding", "head", "blocks"}),
+    ],
+)
+def test_what_is_kept_between_forward_and_backward(
+    ranks: RankPool, option: bool | None, kept: set[str]
+) -> None:
+    assert ranks.run(kept_after_forward, option) == [kept] * 2
+
+
+def kept_after_forward(option: bool | None) -> set[str]:
+    model, _ = parallelize(build_model("plain"), FSDP2Config(reshard_after_forward=option))
+    model(global_batch(0))
+    parameters = model.named_parameters()
+    return {name.partition(".")[0] for name, p in parameters if not isinstance(p, DTensor)}
+
+
+@pytest.mark.world_size(4)
+def test_a_number_of_ranks_keeps_larger_shards(ranks: RankPool) -> None:
+    assert ranks.run(rows_after_forward) == [(16, 32)] * 4
+
+
+def rows_after_forward() -> tuple[int, int]:
+    """Return how many of 64 rows a rank has before the forward, and between it and backward."""
+    model = build_model("plain")
+    parallelize(model, FSDP2Config(reshard_after_forward=2))
+    rows = []
+    for _ in range(2):
+        weight = model.blocks[0].up.weight
+        assert isinstance(weight, DTensor)
+        rows.append(weight.to_local().shape[0])
+        model(global_batch(0))
+    return rows[0], rows[1]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("option", "depth", "expected"),
+    [
+        ("forward", 1, {"": "0", "0": "1", "1": "2", "2": ""}),
+        ("forward", 2, {"": "01", "0": "12", "1": "2", "2": ""}),
+        ("forward", 9, {"": "012", "0": "12", "1": "2", "2": ""}),
+        ("backward", 1, {"": "2", "2": "1", "1": "0", "0": ""}),
+        ("backward", 2, {"": "21", "2": "10", "1": "0", "0": ""}),
+    ],
+)
+def test_the_next_units_are_gathered_ahead(
+    ranks: RankPool, option: str, depth: int, expected: dict[str, str]
+) -> None:
+    assert ranks.run(gathered_ahead, option, depth) == [expected] * 2
+
+
+def gathered_ahead(option: str, depth: int) -> dict[str, str]:
+    """Return which blocks are gathered ahead by the root ("") and by each block, in order."""
+    options: dict[str, Any] = {f"{option}_prefetch_depth": depth}
+    model, _ = parallelize(build_model("plain"), FSDP2Config(**options))
+    numbers = {
+        module._get_fsdp_state(): name.removeprefix("blocks.")
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule)
+    }
+    return {
+        number: "".join(numbers[s] for s in getattr(state, f"_states_to_{option}_prefetch"))
+        for state, number in numbers.items()
+    }
