@@ -126,15 +126,18 @@ def assertions_are_off():
     return not __debug__
 
 
-@pytest.fixture(scope="module", params=["no group", "one rank", "two ranks", "two ranks, -O"])
-def place(request):
-    """A name, and ranks of that kind: the worlds of the table."""
+@pytest.fixture(scope="module")
+def lone_process():
+    with RankPool(1, process_group=False) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def ranks_without_assertions():
     with pytest.MonkeyPatch.context() as patch:
-        if request.param.endswith("-O"):
-            patch.setenv("PYTHONOPTIMIZE", "1")
-        size = 2 if "two" in request.param else 1
-        with RankPool(size, process_group=request.param != "no group") as ranks:
-            yield request.param, ranks
+        patch.setenv("PYTHONOPTIMIZE", "1")  # as python -O
+        with RankPool(2) as ranks:
+            yield ranks
 
 
 SHARDING_OUTCOMES = [
@@ -151,29 +154,40 @@ SHARDING_OUTCOMES = [
 ]
 
 
-@pytest.mark.parametrize(
+each_outcome = pytest.mark.parametrize(
     ("config", "optimizer", "allow", "one", "two"),
     SHARDING_OUTCOMES,
     ids=lambda value: getattr(value, "strategy", None),
 )
-def test_outcome_of_sharding_an_optimizer(place, config, optimizer, allow, one, two):
-    name, ranks = place
-    outcome = two if "two" in name else one
-    for found in ranks.run(shard, config, optimizer, allow):
-        assert found == (outcome, True)
+
+
+@each_outcome
+def test_outcome_of_sharding(ranks, world_size, config, optimizer, allow, one, two):
+    outcome = one if world_size == 1 else two
+    assert ranks.run(shard, config, optimizer, allow) == [(outcome, True)] * world_size
+
+
+@each_outcome
+def test_outcome_of_sharding_without_process_group(
+    lone_process, config, optimizer, allow, one, two
+):
+    assert lone_process.run(shard, config, optimizer, allow) == [(one, True)]
+
+
+@each_outcome
+def test_outcome_of_sharding_without_assertions(
+    ranks_without_assertions, config, optimizer, allow, one, two
+):
+    assert ranks_without_assertions.run(assertions_are_off) == [True, True]
+    assert ranks_without_assertions.run(shard, config, optimizer, allow) == [(two, True)] * 2
 
 
 @pytest.mark.parametrize("allow", [True, False])
-def test_config_of_no_installed_strategy_is_refused(place, allow):
-    _, ranks = place
-    for message, _ in ranks.run(shard, UnknownConfig(), SGD, allow):
-        assert "'unknown'" in message
-        assert "ddp (polyshard" in message
-
-
-def test_guard_is_tested_without_assertions(place):
-    name, ranks = place
-    assert ranks.run(assertions_are_off) == [name.endswith("-O")] * ranks.world_size
+def test_config_of_no_installed_strategy_is_refused(ranks, lone_process, allow):
+    for pool in (ranks, lone_process):
+        for message, _ in pool.run(shard, UnknownConfig(), SGD, allow):
+            assert "'unknown'" in message
+            assert "ddp (polyshard" in message
 
 
 def shard_what_parallelize_sharded():
