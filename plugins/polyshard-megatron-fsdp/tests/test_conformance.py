@@ -1,9 +1,12 @@
+"""Everything that Polyshard promises of a strategy, under every stage and on every kind of mesh."""
+
+from __future__ import annotations
+
 import pytest
 
 from polyshard.conformance.suite import StrategyConformance
+from polyshard.mesh import ParallelismSizes
 from polyshard_megatron_fsdp import MegatronFSDPConfig
-
-pytestmark = pytest.mark.strategy("megatron_fsdp")
 
 
 class TestStage0(StrategyConformance):
@@ -20,3 +23,21 @@ class TestStage2(StrategyConformance):
 
 class TestStage3(StrategyConformance):
     config = MegatronFSDPConfig(zero_dp_strategy=3)
+
+
+@pytest.mark.world_size(4)
+class TestReplicas(StrategyConformance):
+    config = MegatronFSDPConfig()
+    sizes = ParallelismSizes(dp_replicate_size=2)
+
+
+@pytest.mark.world_size(4)
+class TestShardedReplicas(StrategyConformance):
+    config = MegatronFSDPConfig(outer_dp_sharding_strategy=1)
+    sizes = ParallelismSizes(dp_replicate_size=2)
+
+
+@pytest.mark.world_size(4)
+class TestContextParallel(StrategyConformance):
+    config = MegatronFSDPConfig()
+    sizes = ParallelismSizes(cp_size=2)

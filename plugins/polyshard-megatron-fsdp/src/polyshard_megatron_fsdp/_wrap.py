@@ -56,6 +56,8 @@ def parallelize(
     names = _names_held(optimizer, model)
     units = find_units(model, config.megatron_fsdp_unit_modules)
     plan = module_plan(config, model, topology.tensor_mesh())
+    # The wheel would add gradients from before the wrap to the first ones after it.
+    model.zero_grad()
     _start_alike(model, topology)
     attributes = attributes_of(model)
     if (tensor_mesh := topology.tensor_mesh()) is not None:
