@@ -3,17 +3,16 @@
 A test fails while the page and the classes differ.
 """
 
-import inspect
-import re
-import textwrap
 from pathlib import Path
 
 import attrs
 
 from polyshard import DistributedConfig, MixedPrecision, ParallelismSizes
 from polyshard.registry import default_registry
+from polyshard.schema import describe_class
 
 PAGE = Path(__file__).parent / "reference" / "configs.md"
+BAR = r"\|"  # which would end the cell of a table otherwise
 
 HEAD = """\
 # The configs
@@ -34,24 +33,15 @@ def page(strategies: list[str]) -> str:
 
 
 def section(cls: type[attrs.AttrsInstance]) -> str:
-    summary, described = docstring(cls)
+    summary, described = describe_class(cls)
     title = f"## {cls.__name__}\n\n{summary}\n"
     if issubclass(cls, DistributedConfig):
         title = title.replace("\n\n", f"\n\nStrategy `{cls.strategy}`. ", 1)
-    rows = [f"| `{a.name}` | `{default(a)}` | {described[a.name]} |" for a in attrs.fields(cls)]
+    rows = [
+        f"| `{a.name}` | `{default(a)}` | {described[a.name].replace('|', BAR)} |"
+        for a in attrs.fields(cls)
+    ]
     return "\n".join([title, "| field | default | meaning |", "|---|---|---|", *rows, ""])
-
-
-def docstring(cls: type) -> tuple[str, dict[str, str]]:
-    """Return the text of a class's docstring and what its Attributes section says of each."""
-    text, _, attributes = inspect.getdoc(cls).partition("\nAttributes:\n")  # type: ignore[union-attr]
-    entries = re.split(r"^(\w+): ", textwrap.dedent(attributes), flags=re.MULTILINE)[1:]
-    described = dict(zip(entries[::2], map(on_one_line, entries[1::2]), strict=True))
-    return text.strip().replace("``", "`"), described
-
-
-def on_one_line(text: str) -> str:
-    return " ".join(text.split()).replace("``", "`").replace("|", r"\|")
 
 
 def default(attribute: attrs.Attribute) -> str:

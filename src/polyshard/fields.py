@@ -8,8 +8,8 @@ are public because the authors of strategies need the same for their own configs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 from attrs import Attribute
 
@@ -17,6 +17,8 @@ from polyshard.discovery import describe_owner
 from polyshard.exceptions import ConfigError
 
 __all__ = [
+    "accepts",
+    "dtype_spellings",
     "is_bool",
     "is_dtype",
     "is_instance",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 Validator = Callable[[Any, "Attribute[Any]", Any], None]
+AnyValidator = TypeVar("AnyValidator", bound=Validator)
 
 _DTYPES = {
     "float64": ("fp64", "double"),
@@ -59,12 +62,27 @@ def reject(instance: object, attribute: Attribute[Any], value: object, expected:
     )
 
 
+def accepts(schema: Mapping[str, Any]) -> Callable[[AnyValidator], AnyValidator]:
+    """Say in JSON Schema what a validator accepts of a file, in place of what its type says.
+
+    ``polyshard config schema`` reads it. The validator that is decorated stays as it is.
+    """
+
+    def mark(validator: AnyValidator) -> AnyValidator:
+        validator.json_schema = schema  # type: ignore[attr-defined]
+        return validator
+
+    return mark
+
+
+@accepts({"type": "boolean"})
 def is_bool(instance: object, attribute: Attribute[Any], value: object) -> None:
     """Accept True and False, and nothing that merely looks like them."""
     if not isinstance(value, bool):
         reject(instance, attribute, value, "true or false")
 
 
+@accepts({"type": "string", "minLength": 1})
 def is_str(instance: object, attribute: Attribute[Any], value: object) -> None:
     """Accept a non-empty string."""
     if not isinstance(value, str) or not value:
@@ -74,6 +92,7 @@ def is_str(instance: object, attribute: Attribute[Any], value: object) -> None:
 def is_int(minimum: int) -> Validator:
     """Accept an int of at least ``minimum``; a bool or a float is none."""
 
+    @accepts({"type": "integer", "minimum": minimum})
     def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             reject(instance, attribute, value, f"an integer of at least {minimum}")
@@ -85,7 +104,9 @@ def is_number(minimum: float = -math.inf, *, exclusive: bool = False) -> Validat
     """Accept a finite int or float of at least (or more than) ``minimum``."""
     bound = f"more than {minimum}" if exclusive else f"of at least {minimum}"
     expected = "a finite number" if minimum == -math.inf else f"a finite number {bound}"
+    limit = {"exclusiveMinimum" if exclusive else "minimum": minimum}
 
+    @accepts({"type": "number"} | (limit if minimum > -math.inf else {}))
     def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
         if (
             not isinstance(value, int | float)
@@ -102,6 +123,7 @@ def is_number(minimum: float = -math.inf, *, exclusive: bool = False) -> Validat
 def is_one_of(*choices: object) -> Validator:
     """Accept exactly these values, where 1 is not True."""
 
+    @accepts({"enum": list(choices)})
     def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
         if not any(type(value) is type(choice) and value == choice for choice in choices):
             reject(instance, attribute, value, "one of " + ", ".join(map(repr, choices)))
@@ -126,7 +148,8 @@ def optional(validator: Validator) -> Validator:
         if value is not None:
             validator(instance, attribute, value)
 
-    return validate
+    schema = getattr(validator, "json_schema", None)
+    return validate if schema is None else accepts({"anyOf": [schema, {"type": "null"}]})(validate)
 
 
 def to_dtype_name(value: object) -> Any:
@@ -140,6 +163,13 @@ def to_dtype_name(value: object) -> Any:
     return value
 
 
+def dtype_spellings(name: str) -> tuple[str, ...]:
+    """Return every way in which a file may write the dtype of this name, in lower case."""
+    short = (name, *_DTYPES[name])
+    return (*short, *(f"torch.{spelling}" for spelling in short))
+
+
+@accepts({"enum": list(_DTYPES)})
 def is_dtype(instance: object, attribute: Attribute[Any], value: object) -> None:
     """Accept the name of a floating-point dtype, as ``to_dtype_name`` writes it."""
     if not isinstance(value, str) or value not in _DTYPES:

@@ -11,6 +11,7 @@ import click
 
 from polyshard import __version__
 from polyshard.cli.compare import compare_command
+from polyshard.cli.config import config
 from polyshard.cli.strategies import strategies
 from polyshard.cli.train import train
 from polyshard.exceptions import ConfigError, PolyshardError, StrategyNotFoundError
@@ -33,6 +34,7 @@ def polyshard() -> None:
 
 
 polyshard.add_command(compare_command)
+polyshard.add_command(config)
 polyshard.add_command(strategies)
 polyshard.add_command(train)
 

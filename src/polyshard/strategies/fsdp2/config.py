@@ -10,6 +10,7 @@ from attrs import Attribute, evolve, field, frozen
 from polyshard.config import DistributedConfig
 from polyshard.exceptions import ConfigError
 from polyshard.fields import (
+    accepts,
     is_bool,
     is_instance,
     is_int,
@@ -63,6 +64,7 @@ def _to_offload(value: object) -> object:
     return None if _is_torch(value, "OffloadPolicy") else value
 
 
+_CLASS_NAME = {"type": "string", "minLength": 1}
 _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
@@ -70,6 +72,7 @@ def _is_torch(value: object, name: str) -> bool:
     return type(value).__name__ == name and type(value).__module__.startswith("torch.")
 
 
+@accepts({"anyOf": [_CLASS_NAME, {"type": "array", "items": _CLASS_NAME, "minItems": 1}]})
 def _is_unit_list(instance: object, attribute: Attribute[Any], value: object) -> None:
     entries = value if isinstance(value, tuple) else ()
     if not entries or not all(isinstance(e, type) or (isinstance(e, str) and e) for e in entries):
