@@ -19,8 +19,8 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def show_bytes(count: int) -> str:
-    """Return a number of bytes in MiB."""
-    return f"{count / 1024**2:,.1f} MiB"
+    """Return a number of bytes in MiB, or in KiB if it is small."""
+    return f"{count / 1024**2:,.1f} MiB" if count >= 1024**2 else f"{count / 1024:.1f} KiB"
 
 
 def show_seconds(seconds: float) -> str:

@@ -53,9 +53,11 @@ def _fitting_table(comparison: Comparison, console: Console) -> Table:
         rows.add_row(*cells)
     if console.measure(rows).minimum <= console.width and _natural_width(runs) <= console.width:
         return rows
-    columns = Table(headings[0], *(cells[0] for cells in runs), box=box.SIMPLE_HEAD)
+    columns = Table(headings[0], box=box.SIMPLE_HEAD)
+    for cells in runs:
+        columns.add_column(cells[0], overflow="fold")
     for index, heading in enumerate(headings[1:], start=1):
-        columns.add_row(heading, *(cells[index] for cells in runs))
+        columns.add_row(heading.replace("\n", " "), *(cells[index] for cells in runs))
     return columns
 
 
