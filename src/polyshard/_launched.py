@@ -44,11 +44,11 @@ def main() -> None:
     _set_defaults(job["threads"] or default_threads(job["processes"]))
     try:
         result = _run(job, folder)
-        (folder / f"result{rank}.json").write_text(json.dumps(result))
+        _write(folder / f"result{rank}.json", result)
         meet()
     except BaseException as error:  # torch's CheckpointException and SystemExit are no Exceptions
         traceback.print_exc()
-        (folder / f"error{rank}.json").write_text(json.dumps(_describe(error)))
+        _write(folder / f"error{rank}.json", _describe(error))
         leave(1)
     leave(0)
 
@@ -100,6 +100,13 @@ def _describe(error: BaseException) -> dict[str, Any]:
         "by_peer": isinstance(error, PeerFailedError),
         "time": time.time(),
     }
+
+
+def _write(path: Path, value: object) -> None:
+    """Write a file that is there as a whole or not at all, whenever the process is ended."""
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(value))
+    draft.replace(path)
 
 
 def _set_defaults(threads: int) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 
 import pytest
+from attrs import evolve
 from rich.console import Console
 
-from polyshard.cli.report import print_report
+from polyshard.cli.report import print_report, to_json
 from polyshard.training.comparison import Candidate, Comparison, Difference, Run, Trial
 from polyshard.training.config import TrainingConfig
 
@@ -67,3 +70,12 @@ def test_a_failure_is_told_as_it_was_written(width: int) -> None:
     assert "crooked (stage=1): rank 1 of 2 failed: ValueError: [oops]" in " ".join(text.split())
     assert "Traceback\n  [inner]" in text
     assert "1 of 2 trials are equal to the reference." in text
+
+
+def test_a_run_that_diverged_is_still_written_as_json() -> None:
+    diverged = evolve(EQUAL, run=evolve(RUN, losses=[5.5, math.nan]), problem="a loss is off")
+    comparison = Comparison(
+        config=TrainingConfig(distributed=None), reference=RUN, trials=[diverged]
+    )
+    written = json.dumps(to_json(comparison), allow_nan=False)
+    assert json.loads(written)["trials"][0]["losses"] == [5.5, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -128,7 +129,7 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     """Return all of a comparison as plain values, one object per trial under ``"trials"``."""
     import torch
 
-    return {
+    values = {
         "polyshard": __version__,
         "torch": torch.__version__,
         "tolerance": attrs.asdict(comparison.tolerance),
@@ -136,6 +137,18 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
         "reference": _run_to_json(comparison.reference),
         "trials": [_trial_to_json(trial, comparison) for trial in comparison.trials],
     }
+    return {key: _finite(value) for key, value in values.items()}
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON has no number for, of a run that diverged, by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return value
 
 
 def _trial_to_json(trial: Trial, comparison: Comparison) -> dict[str, Any]:
