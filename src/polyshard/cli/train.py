@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import traceback
 from collections.abc import Sequence
@@ -102,9 +103,13 @@ def _train_in_this_process(
 
 
 def _train_as_rank(config: TrainingConfig, surroundings: Surroundings, device: str | None) -> None:
+    from polyshard.ranks import agree, together
     from polyshard.training.jobs import run
 
     place = join_group(surroundings, device)
+    everyone = range(place.world_size)
+    with together("polyshard train", everyone):
+        agree("polyshard train", everyone, {"config": json.dumps(config.to_dict(), indent=0)})
     arguments = {"config": config.to_dict(), "weights": None}
     if place.rank > 0:
         run(arguments, place, lambda step: None)
