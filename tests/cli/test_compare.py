@@ -39,10 +39,8 @@ FIELDS = {
 def test_torchs_own_strategies_are_equal_to_plain_torch(
     polyshard: Polyshard, tmp_path: Path
 ) -> None:
-    pytest.importorskip("matplotlib")
     chosen = ("--strategy", "ddp", "--strategy", "fsdp:reshard_after_forward=true")
-    outputs = ("--json", "out.json", "--plot", "out.png")
-    done = polyshard("compare", *TINY, *chosen, *outputs, "--microbatches", "2")
+    done = polyshard("compare", *TINY, *chosen, "--json", "out.json", "--microbatches", "2")
     assert done.returncode == 0, done.stderr
     assert "2 of 2 trials are equal to the reference." in done.stdout
     written = json.loads((tmp_path / "out.json").read_text())
@@ -57,7 +55,6 @@ def test_torchs_own_strategies_are_equal_to_plain_torch(
     assert ddp["parameter_bytes_per_rank"] == written["reference"]["parameter_bytes_per_rank"]
     assert fsdp2["parameter_bytes_per_rank"] < 0.6 * ddp["parameter_bytes_per_rank"]
     assert fsdp2["optimizer_bytes_per_rank"] < 0.6 * ddp["optimizer_bytes_per_rank"]
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 CONFIG = """
