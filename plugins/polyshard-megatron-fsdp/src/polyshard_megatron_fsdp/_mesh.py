@@ -6,6 +6,7 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.exceptions import MeshError, UnsupportedError
+from polyshard.placement import axis_sizes
 from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["Topology", "topology_of"]
@@ -51,8 +52,12 @@ def topology_of(mesh: DeviceMesh) -> Topology:
             than its parts.
         UnsupportedError: The mesh has an expert-parallel dimension.
     """
-    names = mesh.mesh_dim_names or ()
-    sizes = {name: mesh.size(dim) for dim, name in enumerate(names)}
+    sizes = axis_sizes(mesh)
+    if mesh.ndim == 1 and tuple(sizes) != mesh.mesh_dim_names:
+        # The wheel finds dimensions by name; the one of this mesh has none, or any.
+        mesh = DeviceMesh.from_group(
+            mesh.get_group(), mesh.device_type, mesh_dim_names=tuple(sizes)
+        )
     _refuse_experts(sizes)
     parts = _shard_parts(sizes)
     outer = next((name for name in _OUTER if sizes.get(name, 1) > 1), None)

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from attrs import Attribute, field, frozen
 
 from polyshard.config import DistributedConfig
-from polyshard.discovery import describe_owner
 from polyshard.exceptions import ConfigError
-from polyshard.fields import is_bool, is_one_of, optional
+from polyshard.fields import accepts, is_bool, is_one_of, optional, reject
 from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["MegatronFSDPConfig"]
 
+_CLASS_NAME = {"type": "string", "minLength": 1}
+_STYLES = ("colwise", "colwise_gather_output", "rowwise", "embedding_rowwise")
 
+
+@accepts({"anyOf": [_CLASS_NAME, {"type": "array", "items": _CLASS_NAME, "minItems": 1}]})
 def _names_units(instance: object, attribute: Attribute[Any], value: object) -> None:
     """Accept a module class, its dotted path or bare name, or a non-empty sequence of these."""
     entries = value if isinstance(value, list | tuple) else [value]
     if not entries or not all(isinstance(e, type) or (isinstance(e, str) and e) for e in entries):
-        raise ConfigError(
-            f"{type(instance).__name__}.{attribute.name} ({describe_owner(type(instance))}): "
-            "expected a module class, its name or dotted path, or a list of these, "
-            f"found {value!r}"
-        )
+        reject(instance, attribute, value, "a module class, its name or path, or a list of these")
+
+
+@accepts({"type": "object", "additionalProperties": {"enum": _STYLES}, "minProperties": 1})
+def _is_plan(instance: object, attribute: Attribute[Any], value: object) -> None:
+    """Accept a mapping of module names to styles, ours by name or torch's own."""
+    if not isinstance(value, Mapping) or not value:
+        reject(instance, attribute, value, "a mapping of module names to parallel styles")
+    for name, style in value.items():
+        # By name, since torch is not to be imported for a config.
+        bases = {f"{cls.__module__}.{cls.__name__}" for cls in type(style).__mro__}
+        known = style in _STYLES if isinstance(style, str) else _TORCH_STYLE in bases
+        if not isinstance(name, str) or not known:
+            expected = f"for {name!r} one of {', '.join(_STYLES)} or a torch ParallelStyle"
+            reject(instance, attribute, style, expected)
+
+
+_TORCH_STYLE = "torch.distributed.tensor.parallel.style.ParallelStyle"
 
 
 @frozen(kw_only=True)
@@ -62,8 +79,9 @@ class MegatronFSDPConfig(DistributedConfig):
         activation_checkpointing: Whether each unit's activations are recomputed in backward.
         outer_dp_sharding_strategy: With two data-parallel dimensions (HSDP), what is sharded
             over the outer one: 0 nothing, 1 optimizer state (with stage 3 only).
-        tp_plan: How modules are split over the mesh dimension ``tp``: module name to parallel
-            style (or its name, such as ``"colwise"``). None takes the model's own plan.
+        tp_plan: How modules are split over the mesh dimension ``tp``: names (``*`` stands for one
+            part of a name) to ``"colwise"``, ``"rowwise"``, ``"colwise_gather_output"``,
+            ``"embedding_rowwise"`` or a torch ``ParallelStyle``. None takes the model's own plan.
     """
 
     strategy: ClassVar[str] = "megatron_fsdp"
@@ -87,20 +105,22 @@ class MegatronFSDPConfig(DistributedConfig):
     fsdp_double_buffer: bool = field(default=False, validator=is_bool)
     activation_checkpointing: bool = field(default=False, validator=is_bool)
     outer_dp_sharding_strategy: int = field(default=0, validator=is_one_of(0, 1))
-    tp_plan: Any = field(default=None)
+    tp_plan: Mapping[str, Any] | None = field(default=None, validator=optional(_is_plan))
 
     def __attrs_post_init__(self) -> None:
         """Refuse the combinations of fields that cannot work."""
         if self.init_fsdp_with_meta_device and self.zero_dp_strategy == 0:
             self._refuse(
+                "init_fsdp_with_meta_device",
                 "init_fsdp_with_meta_device=True needs zero_dp_strategy 1, 2 or 3, found 0, under "
-                "which every rank holds the whole model; build the model on its device instead"
+                "which every rank holds the whole model; build the model on its device instead",
             )
         if self.outer_dp_sharding_strategy == 1 and self.zero_dp_strategy != 3:
             self._refuse(
+                "outer_dp_sharding_strategy",
                 "outer_dp_sharding_strategy=1 needs zero_dp_strategy=3, "
-                f"found {self.zero_dp_strategy}"
+                f"found {self.zero_dp_strategy}",
             )
 
-    def _refuse(self, problem: str) -> None:
-        raise ConfigError(f"{type(self).__name__} ({WHO}): {problem}")
+    def _refuse(self, name: str, problem: str) -> None:
+        raise ConfigError(f"{type(self).__name__} ({WHO}): {problem}", field=name)
