@@ -45,7 +45,7 @@ def run_tests_of(
     """Install what a strategy needs, the plugin only for its own, and run the tests about it."""
     plugin = strategy == "megatron_fsdp"
     install(session, *requirements, groups=("test",), plugin=plugin)
-    where = [] if plugin else ["--ignore=plugins"]
+    where = [] if plugin else [f"--ignore={PLUGIN}"]
     which = ["-m", "strategy", "--strategy", strategy]
     if strategy == "core":
         which = ["-m", "not strategy"]
