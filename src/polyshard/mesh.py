@@ -161,8 +161,10 @@ class MeshContext:
             return cls(None)
         with one_timeout(timeout):
             context = cls(_make_mesh(device or device_type(), axes, covered))
-            for axis in _COMPOSED:
-                context.submesh(axis)
+            # Made now, so that no rank asks for one alone; in the same order on every rank.
+            for several in dict.fromkeys(map(context._several, _COMPOSED)):
+                if len(several) > 1:
+                    context._flatten(several)
         return context
 
     @property
@@ -219,23 +221,10 @@ class MeshContext:
             MeshError: No axis has that name, or the mesh has a flattened dimension of that name
                 with other ranks.
         """
-        name = self._known(axis)
-        parts = self._parts(name)
-        if self.mesh is None or self.mesh.get_coordinate() is None or not parts:
+        several = self._several(self._known(axis))
+        if self.mesh is None or self.mesh.get_coordinate() is None or not several:
             return None
-        sizes = self._dimensions()
-        several = [part for part in parts if sizes[part] > 1] or parts[:1]
-        if len(several) == 1:
-            return self.mesh[several[0]]
-        flat = _flat_name(several)
-        try:
-            return self.mesh[tuple(several)]._flatten(flat)
-        except ValueError as error:
-            raise MeshError(
-                f"expected the flattened dimension {flat.value!r} to have the {self._size(name)} "
-                f"ranks of {' x '.join(several)}, found another of that name; flatten those "
-                "dimensions under it, or leave it to MeshContext"
-            ) from error
+        return self.mesh[several[0]] if len(several) == 1 else self._flatten(several)
 
     def group(self, axis: MeshAxisName | str) -> ProcessGroup | None:
         """Return this rank's process group along an axis; see ``submesh``."""
@@ -246,12 +235,30 @@ class MeshContext:
         sizes = self._dimensions()
         return math.prod(sizes[part] for part in self._parts(name))
 
-    def _parts(self, name: MeshAxisName) -> list[str]:
+    def _flatten(self, parts: tuple[str, ...]) -> DeviceMesh:
+        """Return the mesh in which these dimensions are one; several calls make one."""
+        flat = _flat_name(parts)
+        submesh = self.mesh[parts]  # type: ignore[index]
+        try:
+            return submesh._flatten(flat)
+        except ValueError as error:
+            raise MeshError(
+                f"expected the flattened dimension {flat.value!r} to have the {submesh.size()} "
+                f"ranks of {' x '.join(parts)}, found another of that name; flatten those "
+                "dimensions under it, or leave it to MeshContext"
+            ) from error
+
+    def _several(self, name: MeshAxisName) -> tuple[str, ...]:
+        """Return the parts of an axis that have more than one rank, or one part if none has."""
+        sizes, parts = self._dimensions(), self._parts(name)
+        return tuple(part for part in parts if sizes[part] > 1) or parts[:1]
+
+    def _parts(self, name: MeshAxisName) -> tuple[str, ...]:
         """Return the dimensions of the mesh that an axis consists of, outermost first."""
         dimensions = self._dimensions()
         if name in dimensions:
-            return [name.value]
-        return [part for part in dimensions if part in _COMPOSED.get(name, ())]
+            return (name.value,)
+        return tuple(part for part in dimensions if part in _COMPOSED.get(name, ()))
 
     def _dimensions(self) -> dict[str, int]:
         if self.mesh is None or self.mesh.mesh_dim_names is None:
