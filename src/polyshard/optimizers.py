@@ -128,8 +128,8 @@ def shard_like(full: Tensor, like: DTensor) -> DTensor:
 
 def _follow(value: Any, old: Tensor, new: Tensor, what: str) -> Any:
     """Return one piece of state in the layout and on the device of the new parameter."""
-    if not isinstance(value, Tensor) or (value.numel() == 1 and value.shape != new.shape):
-        return value  # a step count, or no tensor at all
+    if not isinstance(value, Tensor) or value.ndim == 0:
+        return value
     if isinstance(new, DTensor) and not isinstance(value, DTensor):
         if value.shape != new.shape:
             raise OptimizerError(
