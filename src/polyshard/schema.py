@@ -49,7 +49,11 @@ def file_schema(
     registry = registry or default_registry()
     known = {info.name: info for info in map(registry.find, strategies)}
     configs = [(info, registry.config_class(name)) for name, info in known.items()]
-    return {"$schema": _DIALECT, "title": cls.__name__, **_Definitions(configs).of_file(cls)}
+    schema = {"$schema": _DIALECT, "title": cls.__name__, **_Definitions(configs).of_file(cls)}
+    as_json: Schema = json.loads(
+        json.dumps(schema)
+    )  # with lists for what validators give as tuples
+    return as_json
 
 
 def describe_class(cls: type) -> tuple[str, dict[str, str]]:
@@ -196,6 +200,7 @@ def _default(attribute: attrs.Attribute[Any]) -> Schema:
         return {}
     try:
         plain = unstructure(default) if attrs.has(type(default)) else default
-        return {"default": json.loads(json.dumps(plain))}
+        json.dumps(plain)
+        return {"default": plain}
     except (ConfigError, TypeError):
         return {}

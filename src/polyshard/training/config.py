@@ -7,9 +7,11 @@ from typing import Any
 from attrs import Attribute, field, frozen
 
 from polyshard.config import DistributedConfig
-from polyshard.exceptions import ConfigError, PolyshardError
+from polyshard.exceptions import ConfigError, MeshError, PolyshardError
 from polyshard.fields import is_int, is_number, is_one_of, is_str, optional
+from polyshard.mesh import ParallelismSizes
 from polyshard.resolve import resolve_config
+from polyshard.setup import check_parallelism
 from polyshard.structuring import KeyPathError, unstructure
 
 __all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "TrainingConfig"]
@@ -92,6 +94,9 @@ class TrainingConfig:
     Attributes:
         distributed: The strategy's config, or a mapping with its name under ``"strategy"``. None
             is plain PyTorch in one process.
+        parallelism: How many ranks each kind of parallelism has; what is left out of ``dp_size``
+            is inferred. The model cannot train on parts of a sequence, so that there is no
+            context parallelism.
         model: Shape of the model.
         data: The text.
         optimizer: How the weights are updated.
@@ -104,6 +109,7 @@ class TrainingConfig:
     """
 
     distributed: DistributedConfig | None = field(converter=_to_distributed)
+    parallelism: ParallelismSizes = field(factory=ParallelismSizes)
     model: ModelConfig = field(factory=ModelConfig)
     data: DataConfig = field(factory=DataConfig)
     optimizer: OptimizerConfig = field(factory=OptimizerConfig)
@@ -115,21 +121,40 @@ class TrainingConfig:
     )
     seed: int = field(default=0, validator=is_int(0))
 
+    def __attrs_post_init__(self) -> None:
+        """Refuse sizes that the strategy does not support, or the model."""
+        if self.parallelism.cp_size > 1:
+            raise KeyPathError(
+                f"expected 1, since this model trains on whole sequences, found "
+                f"{self.parallelism.cp_size}",
+                ("parallelism", "cp_size"),
+            )
+        if self.distributed is not None:
+            try:
+                check_parallelism(self.distributed, self.parallelism)
+            except MeshError as error:
+                raise KeyPathError(str(error), ("parallelism",)) from error
+
     def to_dict(self) -> dict[str, Any]:
         """Return the whole config as plain values, from which it can be structured again."""
         distributed = None if self.distributed is None else self.distributed.to_dict()
         return {**unstructure(self), "distributed": distributed}
 
     def check_shares(self, world_size: int) -> None:
-        """Raise unless so many ranks can divide a batch evenly.
+        """Raise unless so many ranks have the sizes asked for and can divide a batch evenly.
 
         Raises:
-            KeyPathError: Shares would differ in size, so that their mean would not be the batch's.
+            KeyPathError: The sizes do not multiply to the ranks, or shares would differ in size,
+                so that their mean would not be the batch's.
         """
-        parts = world_size * self.microbatches
+        try:
+            shares = self.parallelism.resolve(world_size).dp_size or 1
+        except MeshError as error:
+            raise KeyPathError(str(error), ("parallelism",)) from error
+        parts = shares * self.microbatches
         if self.batch_size % parts:
             raise KeyPathError(
-                f"expected a multiple of {parts} ({world_size} processes x {self.microbatches} "
-                f"microbatches), found {self.batch_size}",
+                f"expected a multiple of {parts} ({shares} data-parallel ranks x "
+                f"{self.microbatches} microbatches), found {self.batch_size}",
                 ("batch_size",),
             )

@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-import polyshard
 from polyshard.config import DistributedConfig
 from polyshard.lifecycle import parameter_bytes
+from polyshard.mesh import MeshAxisName, MeshContext
+from polyshard.setup import DistributedSetup
 from polyshard.training.config import TrainingConfig
 from polyshard.training.loop import build_optimizer
 from polyshard.training.model import build_model
@@ -23,24 +24,27 @@ class DistributedTrainee:
     def __init__(
         self, config: TrainingConfig, distributed: DistributedConfig, device: torch.device
     ) -> None:
-        self._config = distributed
+        mesh_context = MeshContext.build(config.parallelism)
+        self._setup = DistributedSetup(distributed, mesh_context)
         model = build_model(config).to(device)
-        self.model, _ = polyshard.parallelize(model, self._config)
+        self.model, _ = self._setup.parallelize(model)
         optimizer = build_optimizer(self.model, config.optimizer)
-        self.optimizer = polyshard.maybe_shard_optimizer(self.model, optimizer, self._config)
+        self.optimizer = self._setup.shard_optimizer(self.model, optimizer)
+        sharing = mesh_context.submesh(MeshAxisName.DP)
+        self.share = (0, 1) if sharing is None else (sharing.get_local_rank(), sharing.size())
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for the forward and backward of one microbatch."""
-        return polyshard.accumulate(self.model, self._config, last=last)
+        return self._setup.accumulate(self.model, last=last)
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to a global norm and return the norm before."""
-        return polyshard.clip_grad_norm(self.model, self._config, max_norm)
+        return self._setup.clip_grad_norm(self.model, max_norm)
 
     def weights(self) -> dict[str, Tensor]:
         """Gather copies of all weights on the CPU; call it on every rank."""
-        return polyshard.full_state_dict(self.model, self._config)
+        return self._setup.full_state_dict(self.model)
 
     def parameter_bytes(self) -> int:
         """Return the bytes that this rank holds for the parameters."""
-        return parameter_bytes(self.model, self._config)
+        return parameter_bytes(self.model, self._setup.config)

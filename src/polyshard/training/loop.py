@@ -55,10 +55,17 @@ class Record:
 
 
 class Trainee(Protocol):
-    """A model in training: plain, or under a strategy."""
+    """A model in training: plain, or under a strategy.
+
+    Attributes:
+        model: The model.
+        optimizer: Its optimizer.
+        share: Which part of each batch this rank trains on, and into how many it is divided.
+    """
 
     model: nn.Module
     optimizer: Optimizer
+    share: tuple[int, int]
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """Return a context for the forward and backward of one microbatch."""
@@ -95,7 +102,7 @@ def train(
     batches = Batches(read_text(config.data.path), config)
     record = Record()
     for number in range(config.steps):
-        share = batches.share(number, place.rank, place.world_size).to(place.device)
+        share = batches.share(number, *trainee.share).to(place.device)
         started = time.perf_counter()
         loss, norm = _one_step(trainee, config, share)
         seconds = time.perf_counter() - started

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -53,6 +56,9 @@ class Transformer(nn.Module):
         heads: Attention heads.
         length: Longest sequence that it takes.
     """
+
+    #: What tensor parallelism splits: the feed-forward networks, each over its hidden features.
+    _tp_plan: ClassVar[Mapping[str, str]] = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
     def __init__(self, *, layers: int, width: int, heads: int, length: int) -> None:
         super().__init__()

@@ -22,6 +22,8 @@ __all__ = ["PlainTrainee"]
 class PlainTrainee:
     """A model in training by plain PyTorch."""
 
+    share = (0, 1)
+
     def __init__(self, config: TrainingConfig, device: torch.device) -> None:
         self.model: nn.Module = build_model(config).to(device)
         self.optimizer: Optimizer = build_optimizer(self.model, config.optimizer)

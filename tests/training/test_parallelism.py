@@ -1,0 +1,66 @@
+"""A run with sizes of its own is the plain run, on fewer shares of each batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from polyshard import ParallelismSizes
+from polyshard.conformance.pool import RankPool
+from polyshard.group import Place
+from polyshard.structuring import KeyPathError, structure
+from polyshard.training.config import TrainingConfig
+from polyshard.training.jobs import run
+
+TINY = {"model": {"layers": 2, "width": 8, "heads": 2}, "steps": 3, "seed": 1}
+FSDP2 = {"strategy": "fsdp2", "mp_policy": None}
+
+
+def losses(values: dict[str, Any]) -> list[float]:
+    config = structure(values, TrainingConfig)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    config.check_shares(size)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    place = Place(rank=rank, world_size=size, device=torch.device("cpu"))
+    arguments = {"config": config.to_dict(), "weights": None}
+    found: list[float] = run(arguments, place, lambda step: None)["losses"]
+    return found
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 4}])
+def test_it_trains_as_one_process_does(ranks: RankPool, sizes: dict[str, int]) -> None:
+    expected = losses({"distributed": None, **TINY})
+    for found in ranks.run(losses, {"distributed": FSDP2, "parallelism": sizes, **TINY}):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes", "path", "problem"),
+    [
+        ("ddp", {"tp_size": 2}, ("parallelism",), r"strategy 'ddp' \(polyshard .* found tp_size=2"),
+        ("fsdp2", {"cp_size": 2}, ("parallelism", "cp_size"), "whole sequences, found 2"),
+        ("fsdp2", {"tp_sise": 2}, ("parallelism", "tp_sise"), "did you mean 'tp_size'"),
+        ("fsdp2", {"tp_size": "2"}, ("parallelism", "tp_size"), "an integer of at least 1"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_their_key(
+    strategy: str, sizes: dict[str, Any], path: tuple[str, ...], problem: str
+) -> None:
+    with pytest.raises(KeyPathError, match=problem) as refused:
+        structure({"distributed": strategy, "parallelism": sizes}, TrainingConfig)
+    assert refused.value.path == path
+
+
+def test_tensor_parallel_ranks_share_one_part_of_a_batch() -> None:
+    config = TrainingConfig(
+        distributed=FSDP2, parallelism=ParallelismSizes(tp_size=2), batch_size=6
+    )
+    config.check_shares(4)
+    with pytest.raises(KeyPathError, match=r"a multiple of 4 \(4 data-parallel ranks x 1 "):
+        config.check_shares(8)
+    with pytest.raises(KeyPathError, match=r"parallelism: .* the 3 ranks of the job, .* tp_size=2"):
+        config.check_shares(3)
