@@ -28,7 +28,7 @@ OPTIMIZERS = {
     "NAdam": lambda parameters: NAdam(parameters, lr=1e-3),
 }
 STEPS = 3
-RECIPE = Recipe(model="tied", steps=2 * STEPS)
+RECIPE = Recipe(model="tied", optimizer="any", steps=2 * STEPS)
 
 
 def start(config: MegatronFSDPConfig, optimizer: str, seed: int = 0) -> Training:

@@ -10,6 +10,11 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from polyshard import maybe_shard_optimizer, parallelize
 from polyshard.conformance.models import TinyModel, build_model
@@ -107,6 +112,26 @@ def train_self_planned(recipe: Recipe) -> Outcome:
 def test_plan_is_taken_from_the_model(ranks):
     recipe = Recipe(steps=3)
     assert_parity(ranks.run(train_self_planned, recipe), train_plain(recipe), recipe)
+
+
+def train_split_by_hand(recipe: Recipe) -> Outcome:
+    model = build_model(recipe.model)
+    mesh = mesh_of({"dp": 2, "tp": 2})
+    styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], styles)
+    config = MegatronFSDPConfig()
+    wrapped, _ = parallelize(model, config, mesh=mesh)
+    optimizer = build_optimizer(recipe.optimizer, wrapped)
+    optimizer = maybe_shard_optimizer(wrapped, optimizer, config)
+    training = SplitTraining(wrapped, optimizer, recipe, config, tensor=2)
+    training.train(range(recipe.steps))
+    return training.outcome()
+
+
+def test_script_may_split_the_model_itself(ranks):
+    recipe = Recipe(steps=3)
+    assert_parity(ranks.run(train_split_by_hand, recipe), train_plain(recipe), recipe)
 
 
 def test_tensor_parallel_by_context_parallel_by_data_parallel_of_one(ranks):

@@ -44,8 +44,13 @@ def expected_weights(main: torch.dtype, kept: torch.dtype, ranks: int) -> dict[s
     return dict(zip(names, (p.detach() for p in mains), strict=True))
 
 
-def train(config: MegatronFSDPConfig) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Return the weights after training, and the dtypes of what the optimizer steps."""
+def train(
+    config: MegatronFSDPConfig, main: torch.dtype, kept: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], set[str]]:
+    """Return the weights after training, those expected, and the dtypes that are stepped.
+
+    Both are computed here, since bf16 products depend on the number of threads.
+    """
     model, _ = parallelize(build_model("tied").bfloat16(), config)
     optimizer = maybe_shard_optimizer(model, optimizer_of(list(model.parameters())), config)
     for step in range(STEPS):
@@ -53,23 +58,23 @@ def train(config: MegatronFSDPConfig) -> tuple[dict[str, torch.Tensor], set[str]
         loss_of(model, global_batch(step).chunk(dist.get_world_size())[dist.get_rank()]).backward()
         dtypes = {f"{p.dtype} {p.grad.dtype}" for p in model.parameters() if p.grad is not None}
         optimizer.step()
-    return full_state_dict(model, config), dtypes
+    expected = expected_weights(main, kept, dist.get_world_size())
+    return full_state_dict(model, config), expected, dtypes
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("in_fp32", [False, True], ids=["reduce bf16", "reduce fp32"])
 @pytest.mark.parametrize("preserve", [False, True], ids=["weights bf16", "weights fp32"])
-def test_weights_and_dtypes_are_those_of_the_policy(ranks, world_size, preserve, in_fp32, stage):
+def test_weights_and_dtypes_are_those_of_the_policy(ranks, preserve, in_fp32, stage):
     config = MegatronFSDPConfig(
         zero_dp_strategy=stage, preserve_fp32_weights=preserve, grad_reduce_in_fp32=in_fp32
     )
     main = torch.float32 if preserve else torch.bfloat16
     kept = torch.float32 if in_fp32 else torch.bfloat16
-    expected = expected_weights(main, kept, world_size)
     # Where bf16 is stepped, torch's kernels round a tensor's last entries in another way than its
     # others, and shards have other last entries.
     tolerance = 0.0 if preserve else 2 * BF16_ROUNDING
-    for weights, dtypes in ranks.run(train, config):
+    for weights, expected, dtypes in ranks.run(train, config, main, kept):
         assert dtypes == {f"{main} {main}"}
         for name, weight in expected.items():
             assert weights[name].dtype == main

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from polyshard import optimizers
@@ -20,6 +21,7 @@ from polyshard.strategies.fsdp2.tensor_parallel import apply_plan, module_plan
 from polyshard.units import UnitReport, find_units
 from polyshard_megatron_fsdp import _cpu
 from polyshard_megatron_fsdp._guard import refuse_empty, refuse_unshardable, watch_steps
+from polyshard_megatron_fsdp._layout import local_of
 from polyshard_megatron_fsdp._load import accept_full_tensors
 from polyshard_megatron_fsdp._megatron import MegatronFSDP, fully_shard_model
 from polyshard_megatron_fsdp._mends import mend_model, mend_modules
@@ -55,12 +57,13 @@ def parallelize(
     check_meta(config, model, topology)
     names = _names_held(optimizer, model)
     units = find_units(model, config.megatron_fsdp_unit_modules)
-    plan = module_plan(config, model, topology.tensor_mesh())
+    tensor_mesh = topology.tensor_mesh()
+    plan = {} if _is_split(model) else module_plan(config, model, tensor_mesh)
     # The wheel would add gradients from before the wrap to the first ones after it.
     model.zero_grad()
     _start_alike(model, topology)
     attributes = attributes_of(model)
-    if (tensor_mesh := topology.tensor_mesh()) is not None:
+    if plan and tensor_mesh is not None:
         apply_plan(model, tensor_mesh, plan)
     if config.activation_checkpointing:
         checkpoint_units(model, units, "full")
@@ -121,13 +124,22 @@ def _start_alike(model: nn.Module, topology: Topology) -> None:
     for dimension in filter(None, (topology.tensor, topology.outer, topology.shard)):
         group = topology.mesh[dimension].get_group()
         for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:
-                dist.broadcast(tensor.detach(), group=group, group_src=0)
+            own_part = isinstance(tensor, DTensor) and dimension == topology.tensor
+            if not tensor.is_meta and not own_part:
+                dist.broadcast(local_of(tensor.detach()), group=group, group_src=0)
+
+
+def _is_split(model: nn.Module) -> bool:
+    """Whether the script has split modules over the tensor-parallel dimension itself."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _check_model(model: nn.Module) -> None:
     """Refuse a model that cannot be wrapped, before anything is changed."""
-    if any(isinstance(module, MegatronFSDP) for module in model.modules()):
+    # The wheel puts its model on the parameters too, which the inner module still holds.
+    if any(isinstance(module, MegatronFSDP) for module in model.modules()) or any(
+        hasattr(parameter, "_megatron_fsdp_model") for parameter in model.parameters()
+    ):
         raise UnsupportedError(
             f"{WHO}: expected a model that is not wrapped yet, found "
             f"{type(model).__name__}, which Megatron-FSDP has wrapped; build a new one"
