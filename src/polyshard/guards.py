@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,10 +13,21 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from polyshard.config import DistributedConfig
-from polyshard.exceptions import OptimizerError
+from polyshard.exceptions import OptimizerError, RanksDisagreeError, RebuildError
+from polyshard.ranks import agree
 from polyshard.registry import default_registry
 
-__all__ = ["facts", "parameters_of", "refuse_replaced_parameters", "remember_replaced"]
+__all__ = [
+    "agree_on_changes",
+    "facts",
+    "parameters_of",
+    "refuse_replaced_parameters",
+    "remember_replaced",
+    "versions_of",
+]
+
+#: Parameters by name, each with its version, which counts what was written to it.
+Versions = dict[str, tuple[nn.Parameter, int]]
 
 # Parameter that a strategy replaced -> its name. Weak, by identity: tensors do not hash by value.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -43,12 +54,47 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-def remember_replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Remember which parameters a strategy replaced, so that no optimizer steps them unnoticed.
+def versions_of(model: nn.Module) -> Versions:
+    """Return what ``agree_on_changes`` compares with."""
+    return {name: (p, p._version) for name, p in model.named_parameters()}
+
+
+def agree_on_changes(before: Versions, model: nn.Module, members: Sequence[int]) -> None:
+    """Check that all ranks replaced, and wrote to, the same parameters.
+
+    A write to the local tensor of a DTensor is each rank's own affair and does not count.
 
     Args:
-        before: The parameters of the model as the user built it.
-        model: The model that the strategy returned.
+        before: What ``versions_of`` returned.
+        model: The same model, changed.
+        members: The ranks that hold it; each calls this.
+
+    Raises:
+        RebuildError: A parameter was changed on some of them only.
+    """
+    lines = (
+        f"{name} {'kept' if _same(before.get(name), version) else 'changed'}"
+        for name, version in versions_of(model).items()
+    )
+    try:
+        agree("rebuild", members, {"parameter": "\n".join(lines)})
+    except RanksDisagreeError as error:
+        raise RebuildError(
+            f"{error}; change them on every rank: what rank 0 alone has, it can send by "
+            "torch.distributed.broadcast_object_list"
+        ) from error
+
+
+def _same(one: tuple[nn.Parameter, int] | None, other: tuple[nn.Parameter, int]) -> bool:
+    return one is not None and one[0] is other[0] and one[1] == other[1]
+
+
+def remember_replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
+    """Remember which parameters were replaced, so that no optimizer steps them unnoticed.
+
+    Args:
+        before: The parameters of the model as the user left it.
+        model: The model that the strategy trains.
     """
     kept = {id(parameter) for parameter in model.parameters()}
     for name, parameter in before.items():
@@ -68,9 +114,9 @@ def refuse_replaced_parameters(optimizer: Optimizer) -> None:
     if dead:
         raise OptimizerError(
             f"{type(optimizer).__name__}: expected parameters of the parallelized model, found "
-            f"{len(dead)} of {len(held)} that parallelize replaced ({dead[0]}, ...), which get no "
-            "gradients; build the optimizer after parallelize, or pass it: "
-            "parallelize(model, config, optimizer=optimizer)"
+            f"{len(dead)} of {len(held)} that parallelize or rebuild replaced ({dead[0]}, ...) and "
+            "that get no gradients; build the optimizer after parallelize and outside of rebuild, "
+            "or pass it: parallelize(model, config, optimizer=optimizer)"
         )
 
 

@@ -168,7 +168,8 @@ def rebuild(
         config: The config that they were parallelized with; None does nothing.
 
     Raises:
-        RebuildError: What the body did cannot be made right under the strategy.
+        RebuildError: What the body did cannot be made right under the strategy, or it changed a
+            parameter on some ranks only.
         PeerFailedError: Another rank failed inside.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
@@ -185,7 +186,10 @@ def rebuild(
                 registry.dispatch("post_rebuild", config, model=part, snapshot=snapshot)
 
         try:
+            before = [guards.versions_of(part) for part in parts]
             yield
+            for part, versions in zip(parts, before, strict=True):
+                guards.agree_on_changes(versions, part, _members(part))
         except BaseException as error:
             try:
                 restore()

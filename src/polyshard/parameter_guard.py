@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -31,7 +33,9 @@ class ParameterGuard:
 
     def __init__(self, model: nn.Module, called: nn.Module) -> None:
         self.in_rebuild = False
+        self.model = model
         self.expected = _all_places(model)
+        self.structure = _structure(model)
         loading: Any = model  # the two methods have no annotations
         loading.register_load_state_dict_pre_hook(self.before_load)
         loading.register_load_state_dict_post_hook(self.after_load)
@@ -48,7 +52,7 @@ class ParameterGuard:
         return False
 
     def before_forward(self, *_: Any) -> None:
-        """Raise if a place holds another parameter than at the wrap."""
+        """Raise if a place holds another parameter than at the wrap, or if there are others."""
         if torch.compiler.is_compiling():
             return
         for place, parameter in self.expected:
@@ -58,6 +62,20 @@ class ParameterGuard:
                     f"expected {place.name!r} to be the parameter of parallelize, found another "
                     f"in its place, which would not be trained right; {_CURE}"
                 )
+        if any(seen() != expected for seen, expected in self.structure):
+            self._refuse_strangers()
+
+    def _refuse_strangers(self) -> None:
+        """Raise if what changed in the model has to do with parameters, or take it as it is."""
+        expected = {(place.name, place.module) for place, _ in self.expected}
+        present = {(place.name, place.module) for place, _ in _all_places(self.model)}
+        if changed := sorted({name for name, _ in expected ^ present}):
+            raise RebuildError(
+                "expected the parameters of parallelize, found others added or removed "
+                f"({', '.join(changed)}), which would not be trained right; change what "
+                "a model consists of before parallelize"
+            )
+        self.structure = _structure(self.model)
 
     def before_load(
         self,
@@ -88,6 +106,16 @@ class ParameterGuard:
 
 def _all_places(model: nn.Module) -> list[tuple[Place, nn.Parameter]]:
     return [(place, p) for p, places in places_of(model).items() for place in places]
+
+
+def _structure(model: nn.Module) -> list[tuple[Callable[[], object], object]]:
+    """Return, of each module, what tells cheaply that parts of it came or went, and that now."""
+    looks = [partial(_parts, module) for module in model.modules()]
+    return [(look, look()) for look in looks]
+
+
+def _parts(module: nn.Module) -> object:
+    return (*module._modules.values(), *(p is None for p in module._parameters.values()))
 
 
 def _is_full(value: object, parameter: DTensor) -> TypeGuard[Tensor]:

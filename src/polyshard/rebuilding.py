@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.exceptions import RebuildError
+from polyshard.guards import parameters_of, remember_replaced
 from polyshard.optimizers import own_name, shard_like
 
 __all__ = ["ParameterSnapshot", "Place", "attributes_of", "places_of", "restore_attributes"]
@@ -72,6 +73,7 @@ class _Remembered:
     parameter: nn.Parameter
     places: list[Place]
     data: Tensor
+    requires_grad: bool
     attributes: dict[str, Any]
 
     @property
@@ -94,8 +96,8 @@ class ParameterSnapshot:
         """Remember every parameter of the model: its object, storage, places and attributes."""
         return cls(
             [
-                _Remembered(parameter, places, parameter.detach(), dict(vars(parameter)))
-                for parameter, places in places_of(model).items()
+                _Remembered(p, places, p.detach(), p.requires_grad, dict(vars(p)))
+                for p, places in places_of(model).items()
             ],
             {name: (buffer.dtype, buffer.device) for name, buffer in model.named_buffers()},
         )
@@ -104,24 +106,27 @@ class ParameterSnapshot:
         """Move the present values into the old objects, and put those back in all their places.
 
         Dtype, device, layout and ties are those of before. Attributes that the new objects have
-        are kept, and those that they lack come back. Where this is refused, the old values and
-        objects come back too, but not a module that was replaced.
+        are kept, ``requires_grad`` is theirs, and what they lack comes back. Where this is refused,
+        the old values and objects come back too, but not a module that was replaced.
 
         Raises:
             RebuildError: A parameter was added, removed, resized or tied to another, its module
                 was replaced, or the two ends of a tie have different values.
         """
+        present = parameters_of(model)
         try:
             self._check_places(model)
             values = [_present_value(entry) for entry in self.remembered]
         except RebuildError:
             for entry in self.remembered:
                 _put_back(entry)
+                entry.parameter.requires_grad_(entry.requires_grad)
             raise
         for entry, value in zip(self.remembered, values, strict=True):
             _take_value(entry, value)
             _put_back(entry)
         self._restore_buffers(model)
+        remember_replaced(present, model)
 
     def _restore_buffers(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():
@@ -218,6 +223,7 @@ def _put_back(entry: _Remembered) -> None:
         present = place.get()
         if present is not None and present is not parameter:
             vars(parameter).update(vars(present))
+            parameter.requires_grad_(present.requires_grad)
         place.put(parameter)
     if not entry.data.is_meta and not _same_memory(_local(parameter), _local(entry.data)):
         _replace_tensor(parameter, entry.data)

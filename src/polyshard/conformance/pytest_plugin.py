@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 DEFAULT_WORLD_SIZES = (1, 2)
 
 # Asserts in an installed module say what they compared only if pytest rewrites them at import.
-pytest.register_assert_rewrite("polyshard.conformance.suite")
+pytest.register_assert_rewrite("polyshard.conformance.suite", "polyshard.conformance.rebuild_suite")
 
 _MARKERS = (
     "world_size(*sizes): world sizes at which the test runs, in place of the default ones",
