@@ -33,6 +33,9 @@ def accept_full_tensors(model: ShardedModel) -> None:
         if current is not None:
             current.show_distributed()
             _refuse_assignment(current, metadata)
+            for parameter, attributes in current.record.attributes:
+                for key, value in attributes.items():
+                    parameter.__dict__.setdefault(key, value)
             _shard_values(module, state, prefix)
 
     def after(*_: Any) -> None:

@@ -43,6 +43,7 @@ class Record:
         with_gradient: Positions of the parameters that got a gradient since they were zeroed.
         not_finite: Positions of the parameters whose gradient was not finite.
         rebuilding: Whether a script is replacing parameters inside ``rebuild``.
+        attributes: What each distributed parameter had set on it before that; casts lose it.
         exposed: Whether a state dict with the distributed parameters has been handed out, which
             ``torch.distributed.checkpoint`` loads into in place.
         before_rebuild: What ``snapshot_distributed_param_attrs`` remembered besides its result.
@@ -57,6 +58,7 @@ class Record:
     with_gradient: set[int] = Factory(set)
     not_finite: set[int] = Factory(set)
     rebuilding: bool = False
+    attributes: list[tuple[nn.Parameter, dict[str, Any]]] = Factory(list)
     exposed: bool = False
     before_rebuild: object = None
 

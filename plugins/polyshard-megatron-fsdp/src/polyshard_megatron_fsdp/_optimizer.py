@@ -106,8 +106,12 @@ def _take_distributed(optimizer: Optimizer, model: ShardedModel) -> None:
             "build the optimizer on what parallelize returned, and replace parameters only "
             "inside polyshard.rebuild(model, config)"
         )
+    seen: set[int] = set()
     for group in optimizer.param_groups:
-        group["params"][:] = [stands_for[id(parameter)] for parameter in group["params"]]
+        # The ends of a tie were two parameters for a while, if each was replaced by its own.
+        new = {id(p): p for p in (stands_for[id(held)] for held in group["params"])}
+        group["params"][:] = [p for key, p in new.items() if key not in seen]
+        seen |= new.keys()
 
 
 def _stamp_owner(model: ShardedModel) -> None:

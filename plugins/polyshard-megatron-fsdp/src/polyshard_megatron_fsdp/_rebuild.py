@@ -33,6 +33,7 @@ class _Kept:
 
     Attributes:
         names: All its names in the wrapped module, more than one if it is tied.
+        owners: The module that holds it, by name.
         parameter: The object.
         value: The tensor behind it; it shares the wheel's storage.
         requires_grad: Whether it is trained, which the wheel settles at the wrap.
@@ -41,6 +42,7 @@ class _Kept:
     """
 
     names: tuple[str, ...]
+    owners: tuple[nn.Module, ...]
     parameter: nn.Parameter
     value: DTensor
     requires_grad: bool
@@ -64,19 +66,27 @@ def remember(model: nn.Module) -> Snapshot | None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return Snapshot(
+    snapshot = Snapshot(
         tuple(
             _Kept(
                 names=tuple(names[id(parameter)]),
+                owners=tuple(_owner(model.module, name) for name in names[id(parameter)]),
                 parameter=parameter,
                 value=_data(parameter),
                 requires_grad=parameter.requires_grad,
-                gradient=parameter.grad,
+                # A cast changes what is inside of the very object.
+                gradient=None if parameter.grad is None else parameter.grad.detach(),
                 attributes=dict(parameter.__dict__),
             )
             for _, parameter in model.distributed_parameters()
         )
     )
+    model.record.attributes = [(kept.parameter, kept.attributes) for kept in snapshot.kept]
+    return snapshot
+
+
+def _owner(module: nn.Module, name: str) -> nn.Module:
+    return module.get_submodule(name.rpartition(".")[0])
 
 
 def _data(parameter: nn.Parameter) -> DTensor:
@@ -95,6 +105,7 @@ def restore(model: nn.Module, snapshot: object) -> None:
     if not isinstance(model, ShardedModel) or not isinstance(snapshot, Snapshot):
         return
     model.record.rebuilding = False
+    model.record.attributes = []
     try:
         found = [_found(model.module, kept) for kept in snapshot.kept]
         _refuse_strangers(model.module, snapshot)
@@ -119,11 +130,17 @@ def restore(model: nn.Module, snapshot: object) -> None:
 def _found(module: nn.Module, kept: _Kept) -> list[nn.Parameter]:
     """Return the parameters that now stand under the names of a remembered one, each once."""
     found: dict[int, nn.Parameter] = {}
-    for name in kept.names:
+    for name, owner in zip(kept.names, kept.owners, strict=True):
         try:
             parameter = module.get_parameter(name)
         except AttributeError as error:
             raise _error(f"a parameter {name!r}", "none", "put one there again") from error
+        if (present := _owner(module, name)) is not owner:
+            raise _error(
+                f"the module that holds {name!r} to stay",
+                f"another {type(present).__name__} in its place",
+                "replace its parameters instead",
+            )
         found[id(parameter)] = parameter
     return list(found.values())
 
@@ -150,11 +167,16 @@ def _refuse_strangers(module: nn.Module, snapshot: Snapshot) -> None:
 
 def _new_value(kept: _Kept, found: list[nn.Parameter]) -> Tensor | None:
     """Return this rank's part of a parameter's new value, None if it has not changed hands."""
-    changed = [p for p in found if p is not kept.parameter or not _is_at(p, kept.value)]
-    if not changed:
+    for parameter in found:
+        if parameter.requires_grad != kept.requires_grad:
+            raise _error(
+                f"requires_grad={kept.requires_grad} for {kept.names[0]!r}, as it was wrapped",
+                str(parameter.requires_grad),
+                "choose what is trained before parallelize",
+            )
+    if all(p is kept.parameter and _is_at(p, kept.value) for p in found):
         return None
-    # An alias that still is the old object had no say, unless nothing else has.
-    first, *others = [_part(parameter, kept) for parameter in changed]
+    first, *others = [_part(parameter, kept) for parameter in found]
     if any(not torch.equal(first, other) for other in others):
         raise _error(
             f"{' and '.join(map(repr, kept.names))} to have one value, tied as they were wrapped",
@@ -172,6 +194,8 @@ def _is_at(parameter: Tensor, value: DTensor) -> bool:
 
 def _part(parameter: nn.Parameter, kept: _Kept) -> Tensor:
     value = parameter.detach()
+    if value.is_meta and not kept.value.is_meta:
+        raise _error(f"a value for {kept.names[0]!r}", "one on the meta device", "load it")
     if isinstance(value, DTensor):
         same = value.device_mesh == kept.value.device_mesh
         if not same or local_of(value).shape != local_of(kept.value).shape:
@@ -214,9 +238,8 @@ def _put_back(module: nn.Module, kept: _Kept, found: list[nn.Parameter]) -> None
     for parameter in found:
         if parameter is not old:
             setattr(parameter, REPLACES, old)
-    for name in kept.names:
-        owner, _, leaf = name.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, old)
+    for name, owner in zip(kept.names, kept.owners, strict=True):
+        setattr(owner, name.rpartition(".")[2], old)
 
 
 def _swap(old: nn.Parameter, new: nn.Parameter) -> None:

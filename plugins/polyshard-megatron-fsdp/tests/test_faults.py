@@ -1,0 +1,464 @@
+"""Each fault of the bare wheel, shown on it, and its absence through Polyshard.
+
+Where a test of the bare wheel fails, a newer wheel has mended the fault: note it in
+docs/explanation/megatron-fsdp-faults.md, and let the mend end with the version before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.optim import SGD, AdamW, Optimizer
+
+from polyshard import accumulate, clip_grad_norm, parallelize
+from polyshard.conformance.failures import RanksFailed
+from polyshard.conformance.models import Block, build_model, global_batch, loss_of
+from polyshard.conformance.pool import RankPool
+from polyshard.exceptions import UnsupportedError
+from polyshard_megatron_fsdp import MegatronFSDPConfig, fully_shard_optimizer
+
+REPLICAS = {"dp_replicate": 2, "dp_shard": 2}
+
+
+class Polyshard:
+    """The wheel through Polyshard."""
+
+    def wrap(self, model: nn.Module, stage: int, mesh: Any = None, **options: Any) -> Any:
+        """Return the wrapped model."""
+        config = MegatronFSDPConfig(zero_dp_strategy=stage, **options)
+        return parallelize(model, config, mesh=mesh)[0]
+
+    def shard(self, model: Any, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer to step."""
+        return fully_shard_optimizer(model, optimizer)
+
+    def backward(self, model: Any, batches: list[Tensor]) -> None:
+        """Accumulate the gradients of microbatches, as the documentation says."""
+        for index, tokens in enumerate(batches):
+            with accumulate(model, model.record.config, last=index + 1 == len(batches)):
+                (loss_of(model, tokens) / len(batches)).backward()
+
+
+class Bare:
+    """The wheel by itself, with no more around it than running without CUDA takes."""
+
+    def wrap(self, model: nn.Module, stage: int, mesh: Any = None, **options: Any) -> Any:
+        """Return the wrapped model."""
+        from megatron_fsdp import fully_shard_model
+
+        from polyshard_megatron_fsdp import _cpu
+
+        _cpu.prepare(torch.device("cpu"))
+        mesh = mesh or mesh_of({"dp": dist.get_world_size(), "tp": 1})
+        names = mesh.mesh_dim_names
+        dimensions = {"dp_shard_dim": next(n for n in ("dp_shard", "dp") if n in names)}
+        if "dp_replicate" in names:
+            both = mesh[("dp_replicate", "dp_shard")]
+            dimensions |= {
+                "dp_outer_dim": "dp_replicate",
+                "hybrid_fsdp_group": both._flatten("hybrid").get_group(),
+            }
+        wrapped = fully_shard_model(
+            model,
+            device_mesh=mesh,
+            tp_dim="tp",
+            fsdp_unit_modules=[Block],
+            zero_dp_strategy=stage,
+            device=torch.device("cpu"),
+            **dimensions,
+            **options,
+        )
+        # gloo has no reduction that scales.
+        wrapped.ddp_config.gradient_reduce_div_fusion = False
+        return wrapped
+
+    def shard(self, model: Any, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer to step."""
+        from megatron_fsdp import fully_shard_optimizer
+
+        return fully_shard_optimizer(optimizer)
+
+    def backward(self, model: Any, batches: list[Tensor]) -> None:
+        """Accumulate the gradients of microbatches with the defaults."""
+        for tokens in batches:
+            (loss_of(model, tokens) / len(batches)).backward()
+
+
+Subject = Polyshard | Bare
+
+
+def mesh_of(dimensions: dict[str, int]) -> Any:
+    return init_device_mesh("cpu", tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+
+
+def share(tokens: Tensor) -> Tensor:
+    return tokens.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gradient_sum(model: Any) -> float:
+    """Return the sum of all gradients' absolute values, over all ranks but not replicas."""
+    from polyshard import defaults
+
+    model._replace_param_with_distributed_if_needed()
+    return defaults.clip_grad_norm(model, float("inf"), 1.0)
+
+
+def plain_gradient_sum() -> float:
+    model = build_model("plain")
+    loss_of(model, global_batch(0)).backward()
+    return sum(float(p.grad.abs().sum()) for p in model.parameters())
+
+
+# Each takes a subject and returns how wrong it is: 0 is right.
+
+
+def hidden_step(subject: Subject) -> float:
+    """How often the optimizer has stepped once it is sharded."""
+    model = subject.wrap(build_model("plain"), 3)
+    optimizer = subject.shard(model, AdamW(model.parameters()))
+    steps = [float(state["step"]) for state in optimizer.state.values()]
+    return max(steps, default=0.0)
+
+
+def hidden_decay(subject: Subject) -> float:
+    """How far sharding an optimizer with weight decay moves a weight."""
+    model = subject.wrap(build_model("plain"), 3)
+    before = [p._local_tensor.clone() for p in model.parameters()]
+    subject.shard(model, SGD(model.parameters(), lr=0.1, weight_decay=0.1))
+    moved = [
+        float((p._local_tensor - b).abs().max()) if b.numel() else 0.0
+        for p, b in zip(model.parameters(), before, strict=True)
+    ]
+    return max(moved)
+
+
+def odd_group(subject: Subject, empty: bool) -> float:
+    """Whether a group that begins with another key, or is empty, cannot be sharded."""
+    model = subject.wrap(build_model("plain"), 3)
+    groups: list[dict[str, Any]] = [{"lr": 0.1, "params": list(model.parameters())}]
+    if empty:
+        groups = [{"params": []}, {"params": list(model.parameters())}]
+    try:
+        subject.shard(model, SGD(groups, lr=0.1))
+    except (TypeError, IndexError):
+        return 1.0
+    return 0.0
+
+
+def first_key_is_not_params(subject: Subject) -> float:
+    return odd_group(subject, empty=False)
+
+
+def first_group_is_empty(subject: Subject) -> float:
+    return odd_group(subject, empty=True)
+
+
+def accumulated(subject: Subject, stage: int) -> float:
+    """The relative error of the gradients of three microbatches."""
+    model = subject.wrap(build_model("plain"), stage)
+    model.zero_grad_buffer()
+    subject.backward(model, [share(tokens) for tokens in global_batch(0).chunk(3)])
+    return abs(gradient_sum(model) / plain_gradient_sum() - 1.0)
+
+
+def accumulation_under_stage_1(subject: Subject) -> float:
+    return accumulated(subject, 1)
+
+
+def forward_before_step(subject: Subject) -> float:
+    """The error of the loss after a step before which there was a forward without gradients."""
+    reference = build_model("plain")
+    plain = SGD(reference.parameters(), lr=0.5)
+    loss_of(reference, global_batch(0)).backward()
+    plain.step()
+    model = subject.wrap(build_model("plain"), 3)
+    optimizer = subject.shard(model, SGD(model.parameters(), lr=0.5))
+    loss_of(model, share(global_batch(0))).backward()
+    with torch.no_grad():
+        loss_of(model, global_batch(1))
+    optimizer.step()
+    with torch.no_grad():
+        return abs(float(loss_of(model, global_batch(1)) - loss_of(reference, global_batch(1))))
+
+
+def parameters_after_evaluation(subject: Subject) -> float:
+    """Whether the model shows the raw parameters, which have no storage, after an evaluation."""
+    model = subject.wrap(build_model("plain"), 3)
+    with torch.no_grad():
+        loss_of(model, global_batch(0))
+    return float(any(type(p.data) is Tensor for p in model.parameters()))
+
+
+def unused_parameter(subject: Subject) -> float:
+    """How far a parameter moves in a step that does not use it: by momentum and decay."""
+    model = subject.wrap(build_model("adapter"), 1)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    optimizer = subject.shard(model, optimizer)
+    tokens = share(global_batch(0))
+    loss_of(model, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    weight = dict(model.named_parameters())["module.adapter.weight"]._local_tensor
+    before = weight.clone()
+    loss_of(model, tokens, adapt=False).backward()
+    optimizer.step()
+    return float((weight - before).abs().max()) if weight.numel() else 0.0
+
+
+def reduced_twice(subject: Subject) -> float:
+    """The relative error of the gradients under stage 1 without overlap."""
+    model = subject.wrap(build_model("plain"), 1, overlap_grad_reduce=False)
+    loss_of(model, share(global_batch(0))).backward()
+    return abs(gradient_sum(model) / plain_gradient_sum() - 1.0)
+
+
+def new_parameter(subject: Subject) -> float:
+    """Whether an optimizer on a Parameter that was replaced trains nothing, and nothing says so."""
+    model = subject.wrap(build_model("plain"), 3)
+    old = model.module.head.weight
+    new = nn.Parameter(old.detach())
+    new.__dict__.update(old.__dict__)
+    model.module.head.weight = new
+    try:
+        optimizer = subject.shard(model, SGD([*model.parameters()], lr=0.1))
+    except ValueError:
+        return 0.0
+    loss_of(model, share(global_batch(0))).backward()
+    optimizer.step()
+    return float(new.grad is None)
+
+
+def optimizer_not_sharded(subject: Subject) -> float:
+    """Whether a step of an optimizer that was never sharded is taken without a word."""
+    model = subject.wrap(build_model("plain"), 3)
+    loss_of(model, share(global_batch(0))).backward()
+    try:
+        SGD(model.parameters(), lr=0.1).step()
+    except ValueError:
+        return 0.0
+    return 1.0
+
+
+def seed_per_rank(subject: Subject) -> float:
+    """How different the unsharded weights of two ranks are that initialized them differently."""
+    model = subject.wrap(build_model("plain", seed=dist.get_rank()), 0)
+    total = torch.tensor([float(sum(p._local_tensor.sum() for p in model.parameters()))])
+    totals = [torch.zeros(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(totals, total)
+    return float(abs(totals[0] - totals[-1]))
+
+
+FAULTS_OF_TWO: dict[str, tuple[Callable[[Subject], float], float]] = {
+    "sharding counts a step": (hidden_step, 1.0),
+    "sharding decays weights": (hidden_decay, 1e-3),
+    "the first key of a group must be params": (first_key_is_not_params, 1.0),
+    "the first group must not be empty": (first_group_is_empty, 1.0),
+    "accumulation is wrong under stage 1": (accumulation_under_stage_1, 1e-2),
+    "a forward before the step is stale": (forward_before_step, 1e-3),
+    "raw parameters show after an evaluation": (parameters_after_evaluation, 1.0),
+    "unused parameters move": (unused_parameter, 1e-4),
+    "gradients are reduced twice without overlap": (reduced_twice, 1e-2),
+    "a replaced parameter never trains": (new_parameter, 1.0),
+    "an optimizer that is not sharded trains nothing": (optimizer_not_sharded, 1.0),
+    "ranks start with their own weights": (seed_per_rank, 1e-2),
+}
+
+
+def outer_scale(subject: Subject) -> float:
+    """How many times too large gradients are with sharded replicas."""
+    mesh = mesh_of({**REPLICAS, "tp": 1})
+    model = subject.wrap(build_model("plain"), 3, mesh, outer_dp_sharding_strategy=1)
+    loss_of(model, share(global_batch(0))).backward()
+    return abs(gradient_sum(model) / plain_gradient_sum() - 1.0)
+
+
+def outer_placement(subject: Subject) -> float:
+    """Whether replicas cannot be trained under stage 0."""
+    try:
+        model = subject.wrap(build_model("plain"), 0, mesh_of({**REPLICAS, "tp": 1}))
+        optimizer = subject.shard(model, SGD(model.parameters(), lr=0.1))
+        loss_of(model, share(global_batch(0))).backward()
+        optimizer.step()
+    except (RuntimeError, ValueError, IndexError):
+        return 1.0
+    return 0.0
+
+
+FAULTS_OF_FOUR: dict[str, tuple[Callable[[Subject], float], float]] = {
+    "gradients of sharded replicas are 4 times too large": (outer_scale, 2.9),
+    "replicas cannot be trained under stage 0": (outer_placement, 1.0),
+}
+
+
+@pytest.fixture(scope="module")
+def bare_ranks() -> Iterator[RankPool]:
+    """Two ranks on which Polyshard has mended nothing."""
+    with RankPool(2, timeout=60) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four_bare_ranks() -> Iterator[RankPool]:
+    """Four such ranks."""
+    with RankPool(4, timeout=60) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_TWO)
+def test_bare_wheel_has_the_fault(bare_ranks, fault):
+    measure, size = FAULTS_OF_TWO[fault]
+    assert max(bare_ranks.run(measure, Bare())) >= size
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("fault", FAULTS_OF_TWO)
+def test_polyshard_has_it_not(ranks, fault):
+    measure, _ = FAULTS_OF_TWO[fault]
+    assert max(ranks.run(measure, Polyshard())) < 1e-6
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_FOUR)
+def test_bare_wheel_has_the_fault_on_four_ranks(four_bare_ranks, fault):
+    measure, size = FAULTS_OF_FOUR[fault]
+    assert max(four_bare_ranks.run(measure, Bare())) >= size
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("fault", FAULTS_OF_FOUR)
+def test_polyshard_has_it_not_on_four_ranks(ranks, fault):
+    measure, _ = FAULTS_OF_FOUR[fault]
+    assert max(ranks.run(measure, Polyshard())) < 1e-5
+
+
+# Faults that end the processes, or stop them: shown by the failure, and mended in other tests.
+
+
+def train_rowwise(subject: Subject) -> None:
+    mesh = mesh_of({"dp": 2, "tp": 2})
+    model = build_model("plain")
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    loss_of(subject.wrap(model, 3, mesh), global_batch(0)).backward()
+
+
+def clip(subject: Subject) -> float:
+    model = subject.wrap(build_model("plain"), 3)
+    loss_of(model, share(global_batch(0))).backward()
+    if isinstance(subject, Polyshard):
+        return clip_grad_norm(model, model.record.config, 0.1)
+    norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return float(norm.full_tensor())
+
+
+def average(subject: Subject) -> None:
+    subject.wrap(build_model("plain"), 3, average_in_collective=True)
+
+
+def fp32_gradients(subject: Subject) -> None:
+    from megatron_fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
+    model = subject.wrap(build_model("plain").bfloat16(), 3, mixed_precision_policy=policy)
+    loss_of(model, share(global_batch(0))).backward()
+
+
+def tied_on_meta(subject: Subject) -> None:
+    with torch.device("meta"):
+        model = build_model("tied")
+    for block in model.blocks:
+        block.reset_parameters = lambda: None
+    subject.wrap(model, 3, init_model_with_meta_device=True)
+
+
+@pytest.mark.parametrize(
+    ("measure", "expected"),
+    [
+        (clip, ""),
+        (average, "'NoneType' object has no attribute 'size'"),
+        (fp32_gradients, "gradient"),
+        (tied_on_meta, "not found in FSDP parameters"),
+    ],
+)
+def test_bare_wheel_fails(bare_ranks, measure, expected):
+    with pytest.raises(RanksFailed) as caught:
+        bare_ranks.run(measure, Bare())
+    assert expected in str(caught.value)
+
+
+def test_bare_wheel_fails_with_rowwise_parallel_modules(four_bare_ranks):
+    with pytest.raises(RanksFailed, match="chunk metadata is invalid"):
+        four_bare_ranks.run(train_rowwise, Bare())
+
+
+@pytest.mark.world_size(2)
+def test_polyshard_clips(ranks):
+    model = build_model("plain")
+    loss_of(model, global_batch(0)).backward()
+    expected = float(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    assert ranks.run(clip, Polyshard()) == pytest.approx([expected, expected], rel=1e-6)
+
+
+def replaced_groups() -> int:
+    """How many groups the wheel's combined call leaves of two."""
+    from megatron_fsdp import fully_shard
+
+    from polyshard_megatron_fsdp import _cpu
+
+    _cpu.prepare(torch.device("cpu"))
+    model = build_model("plain")
+    first, *others = model.parameters()
+    optimizer = SGD([{"params": [first]}, {"params": others, "lr": 0.5}], lr=0.1)
+    _, optimizer = fully_shard(
+        model,
+        optimizer,
+        device_mesh=mesh_of({"dp": dist.get_world_size(), "tp": 1}),
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[Block],
+        device=torch.device("cpu"),
+    )
+    return len(optimizer.param_groups)
+
+
+def test_bare_wheel_replaces_groups(bare_ranks):
+    assert bare_ranks.run(replaced_groups) == [1, 1]
+
+
+def mixed_devices() -> str:
+    from polyshard_megatron_fsdp import _cpu
+
+    _cpu.prepare(torch.device("cpu"))
+    try:
+        _cpu.prepare(torch.device("cuda"))
+    except UnsupportedError as error:
+        return str(error)
+    raise AssertionError("expected a second type of device to be refused")
+
+
+@pytest.mark.world_size(2)
+def test_one_process_serves_one_type_of_device(ranks):
+    assert all("found 'cuda' after 'cpu'" in message for message in ranks.run(mixed_devices))
+
+
+def torch_is_left_alone() -> bool:
+    """Whether what the wheel's modules see is a stand-in, and torch itself is as it was."""
+    import megatron_fsdp.megatron_fsdp as wheel
+
+    parallelize(build_model("plain"), MegatronFSDPConfig())
+    return wheel.torch is not torch and torch.cuda.Stream.__module__.startswith("torch.")
+
+
+@pytest.mark.world_size(2)
+def test_nothing_in_torch_is_patched(ranks):
+    assert all(ranks.run(torch_is_left_alone))
