@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from polyshard.exceptions import RebuildError
 from polyshard_megatron_fsdp._layout import part_of
-from polyshard_megatron_fsdp._model import ShardedModel
+from polyshard_megatron_fsdp._model import ShardedModel, lost_layout
 from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["accept_full_tensors", "shard_like"]
@@ -81,4 +81,6 @@ def _shard_values(module: nn.Module, state: dict[str, Any], prefix: str) -> None
         if not isinstance(value, Tensor) or isinstance(value, DTensor):
             continue
         if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+            if not hasattr(parameter, "orig_param"):
+                raise lost_layout(prefix + name)
             state[prefix + name] = shard_like(value, parameter)

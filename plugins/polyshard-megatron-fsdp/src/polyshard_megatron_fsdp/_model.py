@@ -11,14 +11,24 @@ from attrs import Factory, define
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from polyshard.exceptions import PolyshardError, UnsupportedError
+from polyshard.exceptions import PolyshardError, RebuildError, UnsupportedError
+from polyshard.parameter_guard import ParameterGuard
+from polyshard.rebuilding import Place
 from polyshard_megatron_fsdp._layout import local_of, original_of
 from polyshard_megatron_fsdp._megatron import MegatronFSDP
 from polyshard_megatron_fsdp._mesh import Topology
 from polyshard_megatron_fsdp._wheel import WHO
 from polyshard_megatron_fsdp.config import MegatronFSDPConfig
 
-__all__ = ["NotFiniteError", "Record", "ShardedModel", "adopt", "unwrapped", "wrapped"]
+__all__ = [
+    "NotFiniteError",
+    "Record",
+    "ShardedModel",
+    "adopt",
+    "lost_layout",
+    "unwrapped",
+    "wrapped",
+]
 
 #: Models that were parallelized and have nothing for the wheel to do.
 unwrapped: WeakSet[nn.Module] = WeakSet()
@@ -173,12 +183,50 @@ class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not type
         return groups
 
 
+class ShardedGuard(ParameterGuard):
+    """Refuses a forward that would discard what replaced a distributed parameter, or miss a cast.
+
+    Args:
+        model: The user's module, which holds the distributed parameters.
+        called: The model around it.
+    """
+
+    def __init__(self, model: nn.Module, called: nn.Module) -> None:
+        super().__init__(model, called, loads=False)
+        # The wheel swaps these in for the forward and backward.
+        self.originals = {
+            (place.module, place.attribute): original_of(p) for place, p in self.expected
+        }
+
+    def is_own(self, place: Place, parameter: nn.Parameter | None) -> bool:
+        """Tell whether the wheel has put a parameter there to compute with."""
+        return parameter is self.originals[place.module, place.attribute]
+
+    def before_forward(self, *arguments: Any) -> None:
+        """Raise if a distributed parameter was replaced, or cast or moved."""
+        super().before_forward(*arguments)
+        for place, parameter in self.expected:
+            # A cast exchanges what is inside of the object, and takes its attributes away.
+            if "orig_param" not in parameter.__dict__:
+                raise lost_layout(place.name)
+
+
+def lost_layout(name: str) -> RebuildError:
+    """Return the error for a distributed parameter that has lost what the wheel set on it."""
+    return RebuildError(
+        f"{WHO}: expected the dtype and device that {name!r} had at parallelize, found that they "
+        "were changed; do it inside `with polyshard.rebuild(model, config):`"
+    )
+
+
 def adopt(model: Any, record: Record) -> ShardedModel:
     """Make a ``ShardedModel`` of a model that the wheel built."""
     # The wheel builds its own class; like torch's fully_shard we change the class of the result.
     model.__class__ = ShardedModel
     sharded: ShardedModel = model
     sharded.record = record
+    sharded.show_distributed()
+    ShardedGuard(sharded.module, sharded)
     for position, (_, parameter) in enumerate(sharded.distributed_parameters()):
         _observe_gradients(original_of(parameter), position, record)
     return sharded

@@ -37,7 +37,8 @@ class _Kept:
         parameter: The object.
         value: The tensor behind it; it shares the wheel's storage.
         requires_grad: Whether it is trained, which the wheel settles at the wrap.
-        gradient: Its gradient, if any.
+        gradient: Its gradient, if any; the wheel keeps the object.
+        gradient_value: The tensor behind the gradient.
         attributes: What is set on the object.
     """
 
@@ -47,6 +48,7 @@ class _Kept:
     value: DTensor
     requires_grad: bool
     gradient: Tensor | None
+    gradient_value: Tensor | None
     attributes: dict[str, Any] = field(repr=False)
 
 
@@ -74,8 +76,8 @@ def remember(model: nn.Module) -> Snapshot | None:
                 parameter=parameter,
                 value=_data(parameter),
                 requires_grad=parameter.requires_grad,
-                # A cast changes what is inside of the very object.
-                gradient=None if parameter.grad is None else parameter.grad.detach(),
+                gradient=parameter.grad,
+                gradient_value=None if parameter.grad is None else parameter.grad.detach(),
                 attributes=dict(parameter.__dict__),
             )
             for _, parameter in model.distributed_parameters()
@@ -186,7 +188,7 @@ def _new_value(kept: _Kept, found: list[nn.Parameter]) -> Tensor | None:
     return first
 
 
-def _is_at(parameter: Tensor, value: DTensor) -> bool:
+def _is_at(parameter: Tensor, value: Tensor) -> bool:
     """Whether a parameter still has the storage, and the dtype, that it had."""
     local, old = local_of(parameter), local_of(value)
     return local.dtype == old.dtype and local.data_ptr() == old.data_ptr()
@@ -234,7 +236,11 @@ def _put_back(module: nn.Module, kept: _Kept, found: list[nn.Parameter]) -> None
         old.__dict__.setdefault(name, value)
     old.__dict__.update(fresh)
     old.requires_grad_(kept.requires_grad)
-    old.grad = kept.gradient
+    old.grad = None
+    if kept.gradient is not None and kept.gradient_value is not None:
+        if not _is_at(kept.gradient, kept.gradient_value):
+            _swap(kept.gradient, kept.gradient_value)
+        old.grad = kept.gradient
     for parameter in found:
         if parameter is not old:
             setattr(parameter, REPLACES, old)
@@ -242,7 +248,7 @@ def _put_back(module: nn.Module, kept: _Kept, found: list[nn.Parameter]) -> None
         setattr(owner, name.rpartition(".")[2], old)
 
 
-def _swap(old: nn.Parameter, new: nn.Parameter) -> None:
+def _swap(old: Tensor, new: Tensor) -> None:
     torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
 
 
