@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
@@ -26,8 +26,9 @@ __all__ = [
     "versions_of",
 ]
 
-#: Parameters by name, each with its version, which counts what was written to it.
-Versions = dict[str, tuple[nn.Parameter, int]]
+#: By name: a parameter, its version, which counts what was written to it, and for a DTensor the
+#: local tensor, which a cast exchanges.
+Versions = dict[str, tuple[nn.Parameter, int, Tensor | None]]
 
 # Parameter that a strategy replaced -> its name. Weak, by identity: tensors do not hash by value.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -56,7 +57,10 @@ def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def versions_of(model: nn.Module) -> Versions:
     """Return what ``agree_on_changes`` compares with."""
-    return {name: (p, p._version) for name, p in model.named_parameters()}
+    return {
+        name: (p, p._version, getattr(p, "_local_tensor", None))
+        for name, p in model.named_parameters()
+    }
 
 
 def agree_on_changes(before: Versions, model: nn.Module, members: Sequence[int]) -> None:
@@ -73,8 +77,8 @@ def agree_on_changes(before: Versions, model: nn.Module, members: Sequence[int])
         RebuildError: A parameter was changed on some of them only.
     """
     lines = (
-        f"{name} {'kept' if _same(before.get(name), version) else 'changed'}"
-        for name, version in versions_of(model).items()
+        f"{name} {'kept' if _same(before.get(name, ()), present) else 'changed'}"
+        for name, present in versions_of(model).items()
     )
     try:
         agree("rebuild", members, {"parameter": "\n".join(lines)})
@@ -85,8 +89,11 @@ def agree_on_changes(before: Versions, model: nn.Module, members: Sequence[int])
         ) from error
 
 
-def _same(one: tuple[nn.Parameter, int] | None, other: tuple[nn.Parameter, int]) -> bool:
-    return one is not None and one[0] is other[0] and one[1] == other[1]
+def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
+    # Small ints are one object each; a larger version is compared by value.
+    return len(one) == len(other) and all(
+        a is b or (isinstance(a, int) and a == b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def remember_replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:

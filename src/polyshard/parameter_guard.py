@@ -29,16 +29,18 @@ class ParameterGuard:
     Args:
         model: The user's own root module, on which state dicts are loaded.
         called: The module that is called to train; ``ParameterGuard.of`` finds the guard by it.
+        loads: Whether to look at what is loaded, too.
     """
 
-    def __init__(self, model: nn.Module, called: nn.Module) -> None:
+    def __init__(self, model: nn.Module, called: nn.Module, *, loads: bool = True) -> None:
         self.in_rebuild = False
         self.model = model
         self.expected = _all_places(model)
         self.structure = _structure(model)
-        loading: Any = model  # the two methods have no annotations
-        loading.register_load_state_dict_pre_hook(self.before_load)
-        loading.register_load_state_dict_post_hook(self.after_load)
+        if loads:
+            loading: Any = model  # the two methods have no annotations
+            loading.register_load_state_dict_pre_hook(self.before_load)
+            loading.register_load_state_dict_post_hook(self.after_load)
         called.register_forward_pre_hook(self.before_forward, prepend=True)
         called.__dict__[_ATTRIBUTE] = self
 
