@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
+import polyshard
 from polyshard import MeshAxisName, MeshContext, ParallelismSizes
 from polyshard.conformance.failures import RanksFailed
 from polyshard.conformance.pool import RankPool
@@ -270,3 +272,11 @@ def test_a_mesh_covers_the_ranks_that_it_is_given(ranks: RankPool) -> None:
 def test_ranks_that_do_not_exist_are_refused(ranks: list[Any]) -> None:
     with pytest.raises(MeshError, match="different integers from 0 to 0, found"):
         MeshContext.build(ParallelismSizes(), ranks=ranks)
+
+
+def test_one_of_several_processes_needs_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    for name, value in {**place, "MASTER_ADDR": "localhost", "MASTER_PORT": "12345"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match=r"rank 1 of 2; found none; call .*init_process_group"):
+        polyshard.parallelize(nn.Linear(2, 2), polyshard.DDPConfig())

@@ -76,6 +76,7 @@ def parallelize(
     Raises:
         StrategyNotFoundError: No installed strategy has that config.
         UnsupportedError: The model is parallelized already.
+        MeshError: The process is one of several ranks and has no process group.
         RanksDisagreeError: Ranks have different plugins, configs or models.
         PeerFailedError: Another rank failed.
     """

@@ -13,6 +13,7 @@ from attrs import evolve, field, frozen
 
 from polyshard.exceptions import MeshError, UnsupportedError
 from polyshard.fields import is_int, optional
+from polyshard.group import find_surroundings
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -348,5 +349,18 @@ def device_type() -> str:
 
 
 def world_mesh() -> DeviceMesh | None:
-    """Return a mesh of one dimension, ``dp``, over all ranks; None without a process group."""
+    """Return a mesh of one dimension, ``dp``, over all ranks; None in a process by itself.
+
+    Raises:
+        MeshError: The process is one of several but has no process group, so that each would
+            train alone and nobody would say so.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() and (place := find_surroundings()) and place.world_size > 1:
+        raise MeshError(
+            f"expected a process group, since this process was started as rank {place.rank} of "
+            f"{place.world_size}; found none; call torch.distributed.init_process_group() before "
+            "parallelize, or use DistributedSetup.build, which joins the group"
+        )
     return MeshContext.build(ParallelismSizes()).mesh
