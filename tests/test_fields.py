@@ -85,7 +85,9 @@ def test_an_optional_dtype_may_be_none() -> None:
 
 @pytest.mark.parametrize("value", ["int8", "bfloat", "", 16, torch.int64, True])
 def test_what_is_no_floating_point_dtype_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match=r"Example.dtype .* a floating-point dtype such as 'bf16'"):
+    with pytest.raises(
+        ConfigError, match=r"Example.dtype .* a floating-point dtype such as 'bf16'"
+    ):
         Example(dtype=value)
 
 

@@ -394,7 +394,9 @@ def test_optimizer_of_replaced_parameters_is_refused(recorder):
     optimizer = AdamW(model.parameters())
     recorder.returns["parallelize"] = small_model(), None
     wrapped, _ = parallelize(model, RecorderConfig())
-    with pytest.raises(polyshard.PolyshardError, match="4 of 4 that parallelize or rebuild replaced"):
+    with pytest.raises(
+        polyshard.PolyshardError, match="4 of 4 that parallelize or rebuild replaced"
+    ):
         maybe_shard_optimizer(wrapped, optimizer, RecorderConfig())
     with pytest.raises(polyshard.PolyshardError, match=r"parallelize.*optimizer=optimizer"):
         optimizer.step()
