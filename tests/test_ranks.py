@@ -58,6 +58,17 @@ def fail_then_succeed() -> bool:
     return True
 
 
+def fail_before_what_the_others_go_on_to() -> bool:
+    try:
+        with together("work", everyone()):
+            if dist.get_rank() == 1:
+                raise KeyError("the cause")
+            agree("work", everyone(), {"fact": "of rank 0"})
+    except (KeyError, PeerFailedError):
+        pass
+    return succeed() == world_size()
+
+
 def subset() -> str:
     if dist.get_rank() == 0:
         return "not a member"
@@ -105,6 +116,7 @@ def test_all_fail_if_one_does(ranks: RankPool) -> None:
 @two_ranks
 def test_the_next_step_is_unharmed(ranks: RankPool) -> None:
     assert ranks.run(fail_then_succeed) == [True, True]
+    assert ranks.run(fail_before_what_the_others_go_on_to) == [True, True]
 
 
 @two_ranks

@@ -179,13 +179,14 @@ def rebuild(
         yield
         return
     members = sorted({rank for part in parts for rank in _members(part)})
-    with together("rebuild", members):
+    with together("pre_rebuild", members):
         snapshots = [registry.dispatch("pre_rebuild", config, model=part) for part in parts]
 
-        def restore() -> None:
-            for part, snapshot in zip(parts, snapshots, strict=True):
-                registry.dispatch("post_rebuild", config, model=part, snapshot=snapshot)
+    def restore() -> None:
+        for part, snapshot in zip(parts, snapshots, strict=True):
+            registry.dispatch("post_rebuild", config, model=part, snapshot=snapshot)
 
+    with together("rebuild", members):
         try:
             before = [guards.versions_of(part) for part in parts]
             yield

@@ -23,9 +23,28 @@ if TYPE_CHECKING:
 
 __all__ = ["agree", "mesh_ranks", "together", "world_size"]
 
-#: How often each set of ranks has met. Every rank counts the same meetings, so that the count
-#: gives a meeting a key that all of them know.
-_meetings: Counter[tuple[int, ...]] = Counter()
+
+class _Scope:
+    """What meetings are part of: the job, or another meeting.
+
+    Every rank counts the same meetings of a set of ranks within a scope, so that the count gives
+    each a key that all of them know. A rank that fails leaves its meeting and the count inside it,
+    which is therefore not the job's: the others may go on to meetings that it never reaches.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self._meetings: Counter[tuple[int, ...]] = Counter()
+
+    def next_key(self, members: tuple[int, ...]) -> str:
+        """Return the key of the next meeting of these ranks."""
+        self._meetings[members] += 1
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
+        return f"{self.key}/{digest}/{self._meetings[members]}"
+
+
+#: The job, and the meetings that this rank is in, innermost last.
+_scopes = [_Scope("polyshard")]
 
 
 def world_size() -> int:
@@ -59,11 +78,14 @@ def together(action: str, members: Sequence[int]) -> Iterator[None]:
     if meeting is None:
         yield
         return
+    _scopes.append(_Scope(meeting.key))
     try:
         yield
     except BaseException as error:
         meeting.report_failure(error)
         raise
+    finally:
+        _scopes.pop()
     meeting.wait_for_success()
 
 
@@ -85,15 +107,14 @@ def _open_meeting(action: str, members: tuple[int, ...]) -> _Meeting | None:
     """Return where the members meet, None if there is nobody to meet."""
     if len(members) < 2 or not dist.is_initialized() or dist.get_backend() == "fake":
         return None
-    _meetings[members] += 1
-    digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
-    return _Meeting(action, len(members), f"polyshard/{digest}/{_meetings[members]}")
+    return _Meeting(action, len(members), _scopes[-1].next_key(members))
 
 
 class _Meeting:
     """One occasion on which a fixed set of ranks reports to the store."""
 
     def __init__(self, action: str, size: int, key: str) -> None:
+        self.key = key
         self._action = action
         self._size = size
         self._rank = dist.get_rank()
