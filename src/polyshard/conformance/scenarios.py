@@ -212,7 +212,8 @@ def _replace(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Replace every Parameter by one with the full new value; tied ones by the same."""
     new: dict[int, nn.Parameter] = {}
     for name, old in list(module.named_parameters(remove_duplicate=False)):
-        parameter = nn.Parameter(values[name].clone(), requires_grad=old.requires_grad)
+        value = values[canonical_name(name)].clone()
+        parameter = nn.Parameter(value, requires_grad=old.requires_grad)
         _set(module, name, new.setdefault(id(old), parameter))
 
 
