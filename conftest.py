@@ -1,8 +1,13 @@
 """The tests of every distribution here use the ranks that Polyshard's kit offers."""
 
+import signal
 from pathlib import Path
 
 import pytest
+
+# A shell that starts the tests in the background ignores Ctrl-C for them, which processes pass on
+# to those that they start; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["polyshard.conformance.pytest_plugin"]
 
