@@ -68,7 +68,7 @@ def module_plan(
     if config.sequence_parallel:
         _check_sequence_parallel(config, entries, model)
     return {
-        name: style if isinstance(style, ParallelStyle) else _style(name, style, entries, config)
+        name: style if isinstance(style, ParallelStyle) else _style(name, style, config)
         for name, style in entries.items()
     }
 
@@ -117,14 +117,12 @@ def _matched(
     return entries
 
 
-def _style(
-    name: str, style: str, entries: Mapping[str, Any], config: TensorParallelConfig
-) -> ParallelStyle:
+def _style(name: str, style: str, config: TensorParallelConfig) -> ParallelStyle:
     """Return torch's style for one of ours; activations are whole, or shared along dimension 1."""
-    gathered = any(entries.get(parent) == "gather_sequence" for parent in _parents(name))
     between = Shard(1) if config.sequence_parallel else Replicate()
     styles: dict[str, Callable[[], ParallelStyle]] = {
-        "colwise": lambda: ColwiseParallel(input_layouts=Replicate() if gathered else between),
+        # What was gathered in front of a module around it is a DTensor, whose layout is known.
+        "colwise": lambda: ColwiseParallel(input_layouts=between),
         "colwise_gather_output": lambda: ColwiseParallel(
             input_layouts=between, output_layouts=Replicate()
         ),
