@@ -176,3 +176,18 @@ def _wait_until_gone(pid: int) -> None:
         except (ProcessLookupError, FileNotFoundError):
             return
         time.sleep(0.05)
+
+
+def test_it_trains_a_model_of_hugging_face(polyshard: Polyshard, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs the extra polyshard[hf]")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        '{"model_type": "gpt2", "vocab_size": 256, "n_positions": 16, "n_embd": 16, "n_layer": 2, '
+        '"n_head": 2}'
+    )
+    Path("run.yaml").write_text(
+        CONFIG.replace("{layers: 1, width: 8}", "{hf: model}").replace("  static_graph: true\n", "")
+    )
+    done = polyshard("train", "run.yaml", "--nproc", 2, "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "final loss" in done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attrs import Attribute, field, frozen
+from attrs import Attribute, field, fields, frozen
 
 from polyshard.config import DistributedConfig
 from polyshard.exceptions import ConfigError, MeshError, PolyshardError
@@ -25,19 +25,35 @@ def _divides_width(instance: ModelConfig, attribute: Attribute[int], value: int)
         )
 
 
+def _has_its_own_shape(
+    instance: ModelConfig, attribute: Attribute[str | None], value: str | None
+) -> None:
+    shape = fields(ModelConfig)[:3]
+    given = [f.name for f in shape if getattr(instance, f.name) != f.default]
+    if value is not None and given:
+        raise ConfigError(
+            f"expected no {given[0]} beside the model of {value!r}, which has a shape of its own; "
+            "leave it out"
+        )
+
+
 @frozen(kw_only=True)
 class ModelConfig:
-    """The shape of the transformer, which reads bytes.
+    """The shape of the transformer, which reads bytes, or the folder of another model.
 
     Attributes:
         layers: Number of blocks.
         width: Size of the hidden state, a multiple of ``heads``.
         heads: Attention heads.
+        hf: Folder of a causal language model of Hugging Face, relative to the working directory,
+            that is trained instead; its shape is its own, and dropout is off. Needs the extra
+            ``polyshard[hf]``.
     """
 
     layers: int = field(default=4, validator=is_int(1))
     width: int = field(default=192, validator=is_int(1))
     heads: int = field(default=4, validator=[is_int(1), _divides_width])
+    hf: str | None = field(default=None, validator=[optional(is_str), _has_its_own_shape])
 
 
 @frozen(kw_only=True)
@@ -97,7 +113,7 @@ class TrainingConfig:
         parallelism: How many ranks each kind of parallelism has; what is left out of ``dp_size``
             is inferred. The model cannot train on parts of a sequence, so that there is no
             context parallelism.
-        model: Shape of the model.
+        model: Shape of the model, or its folder.
         data: The text.
         optimizer: How the weights are updated.
         steps: Optimizer steps.

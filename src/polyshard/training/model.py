@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from polyshard.training.config import TrainingConfig
+from polyshard.training.hugging_face import load_model
 
 __all__ = ["Block", "Transformer", "build_model", "next_byte_loss"]
 
@@ -81,8 +83,14 @@ class Transformer(nn.Module):
         return logits
 
 
-def build_model(config: TrainingConfig) -> Transformer:
-    """Return the model of a run, with the initial weights that its seed gives."""
+def build_model(config: TrainingConfig) -> nn.Module:
+    """Return the model of a run, with the weights of its folder or those that its seed gives.
+
+    Raises:
+        KeyPathError: The model of Hugging Face that the run names cannot be loaded or trained.
+    """
+    if config.model.hf is not None:
+        return load_model(Path(config.model.hf), config, VOCABULARY)
     torch.manual_seed(config.seed)
     shape = config.model
     return Transformer(
@@ -97,8 +105,9 @@ def next_byte_loss(model: nn.Module, sequences: Tensor) -> Tensor:
     """Return the mean cross-entropy, in nats, of each byte given those before it.
 
     Args:
-        model: A transformer, wrapped or not.
+        model: What ``build_model`` returned, wrapped or not.
         sequences: Bytes of shape (batch, length + 1).
     """
-    logits = model(sequences[:, :-1])
+    output = model(sequences[:, :-1])
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
