@@ -35,7 +35,7 @@ class ParameterGuard:
     def __init__(self, model: nn.Module, called: nn.Module, *, loads: bool = True) -> None:
         self.in_rebuild = False
         self.model = model
-        self.expected = _all_places(model)
+        self.expected = _with_dtypes(model)
         self.structure = _structure(model)
         if loads:
             loading: Any = model  # the two methods have no annotations
@@ -54,12 +54,18 @@ class ParameterGuard:
         return False
 
     def before_forward(self, *_: Any) -> None:
-        """Raise if a place holds another parameter than at the wrap, or if there are others."""
+        """Raise if parameters are not those of the wrap, or not of their dtypes."""
         if torch.compiler.is_compiling():
             return
-        for place, parameter in self.expected:
+        for place, parameter, dtype in self.expected:
             present = place.get()
-            if present is not parameter and not self.is_own(place, present):
+            if present is parameter:
+                if parameter.dtype is not dtype:
+                    raise RebuildError(
+                        f"expected {place.name!r} to be of {dtype}, as at parallelize, found "
+                        f"{parameter.dtype}; cast before parallelize, or {_CURE}"
+                    )
+            elif not self.is_own(place, present):
                 raise RebuildError(
                     f"expected {place.name!r} to be the parameter of parallelize, found another "
                     f"in its place, which would not be trained right; {_CURE}"
@@ -69,7 +75,7 @@ class ParameterGuard:
 
     def _refuse_strangers(self) -> None:
         """Raise if what changed in the model has to do with parameters, or take it as it is."""
-        expected = {(place.name, place.module) for place, _ in self.expected}
+        expected = {(place.name, place.module) for place, *_ in self.expected}
         present = {(place.name, place.module) for place, _ in _all_places(self.model)}
         if changed := sorted({name for name, _ in expected ^ present}):
             raise RebuildError(
@@ -102,12 +108,16 @@ class ParameterGuard:
 
     def after_load(self, model: nn.Module, _incompatible: Any) -> None:
         """Take what an assigning load has put in place of parameters without values."""
-        if any(parameter.is_meta for _, parameter in self.expected):
-            self.expected = _all_places(model)
+        if any(parameter.is_meta for _, parameter, _ in self.expected):
+            self.expected = _with_dtypes(model)
 
 
 def _all_places(model: nn.Module) -> list[tuple[Place, nn.Parameter]]:
     return [(place, p) for p, places in places_of(model).items() for place in places]
+
+
+def _with_dtypes(model: nn.Module) -> list[tuple[Place, nn.Parameter, torch.dtype]]:
+    return [(place, p, p.dtype) for place, p in _all_places(model)]
 
 
 def _structure(model: nn.Module) -> list[tuple[Callable[[], object], object]]:

@@ -9,16 +9,16 @@ pytestmark = pytest.mark.strategy("megatron_fsdp")
 
 REFUSALS = {
     "load on rank 0": "changed' on rank",
-    "untie": "to have one value, tied as they were wrapped, found different values; give both",
-    "tie": "to be two parameters, as they were wrapped, found them tied; tie them before",
-    "adapter": "a parameter 'blocks.1.up.weight', found none; put one there again",
-    "new layer": "found another Linear in its place; replace its parameters instead",
-    "add": "found a new one, 'head.bias'; add it before parallelize",
-    "remove": "a parameter 'blocks.1.up.bias', found none; put one there again",
-    "resize": "found [66, 16]; keep the shape",
+    "untie": "which are tied, found different ones; assign the same parameter",
+    "tie": "to stay apart, found them tied to one parameter; tie them before parallelize",
+    "adapter": "found others added or removed (blocks.1.up.bias",
+    "new layer": "to stay, found another Linear in its place; replace its parameters instead",
+    "add": "found others added or removed (head.bias); change what a model consists of before",
+    "remove": "found others added or removed (blocks.1.up.bias); change what a model consists of",
+    "resize": "found [66, 16]; resize the model before parallelize",
     "freeze": "found False; choose what is trained before parallelize",
     "frozen new": "found False; choose what is trained before parallelize",
-    "empty": "a value for 'blocks.1.up.bias', found one on the meta device; load it",
+    "empty": "a value for 'blocks.1.up.bias', found one on the meta device",
 }
 
 

@@ -27,6 +27,7 @@ from polyshard.conformance.parity import (
 )
 from polyshard.exceptions import OptimizerError, PeerFailedError, RebuildError
 from polyshard.lifecycle import maybe_shard_optimizer, parallelize, rebuild
+from polyshard.optimizers import canonical_name
 
 if TYPE_CHECKING:
     from polyshard.config import DistributedConfig
@@ -55,14 +56,12 @@ class Change:
         expected: Does in place to a plain model what should come of it; None for what a strategy
             must refuse.
         replaces: Whether other Parameter objects stand in the module afterwards.
-        lone: Whether it is right in one process and wrong on several ranks.
     """
 
     summary: str
     apply: Apply
     expected: Apply | None
     replaces: bool = True
-    lone: bool = False
 
 
 # What a script does
@@ -73,7 +72,7 @@ def _nothing(module: TinyModel, values: Values) -> None:
 
 
 def _replace(module: TinyModel, values: Values) -> None:
-    _replace_all(module, lambda name, _: values[name].clone())
+    _replace_all(module, lambda name, _: values[canonical_name(name)].clone())
 
 
 def _replace_over_storage(module: TinyModel, values: Values) -> None:
@@ -331,7 +330,6 @@ CHANGES: Mapping[str, Change] = {
         _load_on_rank_0_alone,
         _set_all,
         replaces=False,
-        lone=True,
     ),
     "cast back": Change("`model.double().float()`", _cast_there_and_back, _nothing),
     "cast": Change("`model.to(torch.bfloat16)`, which rounds the values", _cast_down, _round),

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from polyshard.exceptions import PolyshardError, RebuildError, UnsupportedError
 from polyshard.parameter_guard import ParameterGuard
-from polyshard.rebuilding import Place
+from polyshard.rebuilding import Place, places_of
 from polyshard_megatron_fsdp._layout import local_of, original_of
 from polyshard_megatron_fsdp._megatron import MegatronFSDP
 from polyshard_megatron_fsdp._mesh import Topology
@@ -99,6 +99,17 @@ class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not type
     def show_distributed(self) -> None:
         """Let the module hold the parameters that optimizers step."""
         self._replace_param_with_distributed_if_needed()
+
+    def _reestablish_shared_weights(
+        self, old_params: dict[str, nn.Parameter], new_params: dict[str, nn.Parameter]
+    ) -> None:
+        """Put a tied parameter in all its places; the wheel leaves out the third and later ones."""
+        super()._reestablish_shared_weights(old_params, new_params)
+        new = {old: new_params[name] for name, old in old_params.items() if name in new_params}
+        for parameter, places in places_of(self.module).items():
+            if parameter in new:
+                for place in places:
+                    place.put(new[parameter])
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Wait for the reduction; parameters without a gradient on every rank have none after."""
@@ -195,7 +206,7 @@ class ShardedGuard(ParameterGuard):
         super().__init__(model, called, loads=False)
         # The wheel swaps these in for the forward and backward.
         self.originals = {
-            (place.module, place.attribute): original_of(p) for place, p in self.expected
+            (place.module, place.attribute): original_of(p) for place, p, _ in self.expected
         }
 
     def is_own(self, place: Place, parameter: nn.Parameter | None) -> bool:
@@ -205,7 +216,7 @@ class ShardedGuard(ParameterGuard):
     def before_forward(self, *arguments: Any) -> None:
         """Raise if a distributed parameter was replaced, or cast or moved."""
         super().before_forward(*arguments)
-        for place, parameter in self.expected:
+        for place, parameter, _ in self.expected:
             # A cast exchanges what is inside of the object, and takes its attributes away.
             if "orig_param" not in parameter.__dict__:
                 raise lost_layout(place.name)
@@ -226,6 +237,7 @@ def adopt(model: Any, record: Record) -> ShardedModel:
     sharded: ShardedModel = model
     sharded.record = record
     sharded.show_distributed()
+    sharded._reestablish_shared_weights(sharded.raw_param, dict(sharded.distributed_parameters()))
     ShardedGuard(sharded.module, sharded)
     for position, (_, parameter) in enumerate(sharded.distributed_parameters()):
         _observe_gradients(original_of(parameter), position, record)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.exceptions import RebuildError
+from polyshard.parameter_guard import ParameterGuard
+from polyshard.rebuilding import ParameterSnapshot
 from polyshard_megatron_fsdp._layout import local_of, original_of, part_of
 from polyshard_megatron_fsdp._model import ShardedModel
 from polyshard_megatron_fsdp._wheel import WHO
@@ -33,7 +35,7 @@ class _Kept:
 
     Attributes:
         names: All its names in the wrapped module, more than one if it is tied.
-        owners: The module that holds it, by name.
+        holders: The module that holds it, by name.
         parameter: The object.
         value: The tensor behind it; it shares the wheel's storage.
         requires_grad: Whether it is trained, which the wheel settles at the wrap.
@@ -43,13 +45,18 @@ class _Kept:
     """
 
     names: tuple[str, ...]
-    owners: tuple[nn.Module, ...]
+    holders: tuple[nn.Module, ...]
     parameter: nn.Parameter
     value: DTensor
     requires_grad: bool
     gradient: Tensor | None
     gradient_value: Tensor | None
     attributes: dict[str, Any] = field(repr=False)
+
+    @property
+    def said(self) -> str:
+        """Its names, for a message."""
+        return " and ".join(map(repr, self.names))
 
 
 @frozen(eq=False)
@@ -59,10 +66,11 @@ class Snapshot:
     kept: tuple[_Kept, ...]
 
 
-def remember(model: nn.Module) -> Snapshot | None:
-    """Put the distributed parameters in place and remember them; None for an unwrapped model."""
+def remember(model: nn.Module) -> Snapshot | ParameterSnapshot:
+    """Put the distributed parameters in place and remember them."""
     if not isinstance(model, ShardedModel):
-        return None
+        _set_in_rebuild(model, True)
+        return ParameterSnapshot.take(model)
     model.show_distributed()
     model.record.rebuilding = True
     names: dict[int, list[str]] = {}
@@ -72,7 +80,7 @@ def remember(model: nn.Module) -> Snapshot | None:
         tuple(
             _Kept(
                 names=tuple(names[id(parameter)]),
-                owners=tuple(_owner(model.module, name) for name in names[id(parameter)]),
+                holders=tuple(_holder(model.module, name) for name in names[id(parameter)]),
                 parameter=parameter,
                 value=_data(parameter),
                 requires_grad=parameter.requires_grad,
@@ -87,7 +95,13 @@ def remember(model: nn.Module) -> Snapshot | None:
     return snapshot
 
 
-def _owner(module: nn.Module, name: str) -> nn.Module:
+def _set_in_rebuild(model: nn.Module, value: bool) -> None:
+    guard = ParameterGuard.of(model)
+    if guard is not None:
+        guard.in_rebuild = value
+
+
+def _holder(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
 
@@ -104,13 +118,17 @@ def restore(model: nn.Module, snapshot: object) -> None:
     Raises:
         RebuildError: The wheel cannot take over what was done; the model is as it was before.
     """
-    if not isinstance(model, ShardedModel) or not isinstance(snapshot, Snapshot):
+    if not isinstance(model, ShardedModel):
+        assert isinstance(snapshot, ParameterSnapshot)
+        _set_in_rebuild(model, False)
+        snapshot.restore(model)
         return
+    assert isinstance(snapshot, Snapshot)
     model.record.rebuilding = False
     model.record.attributes = []
     try:
+        _check_parameters(model.module, snapshot)
         found = [_found(model.module, kept) for kept in snapshot.kept]
-        _refuse_strangers(model.module, snapshot)
         values = [
             _new_value(kept, parameters)
             for kept, parameters in zip(snapshot.kept, found, strict=True)
@@ -129,42 +147,37 @@ def restore(model: nn.Module, snapshot: object) -> None:
     model.synchronize_param_gather()
 
 
-def _found(module: nn.Module, kept: _Kept) -> list[nn.Parameter]:
-    """Return the parameters that now stand under the names of a remembered one, each once."""
-    found: dict[int, nn.Parameter] = {}
-    for name, owner in zip(kept.names, kept.owners, strict=True):
-        try:
-            parameter = module.get_parameter(name)
-        except AttributeError as error:
-            raise _error(f"a parameter {name!r}", "none", "put one there again") from error
-        if (present := _owner(module, name)) is not owner:
+def _check_parameters(module: nn.Module, snapshot: Snapshot) -> None:
+    """Check that the same modules hold parameters under the same names, tied as before."""
+    known = {name: kept for kept in snapshot.kept for name in kept.names}
+    present = dict(module.named_parameters(remove_duplicate=False))
+    if changed := sorted(known.keys() ^ present.keys()):
+        raise _error(
+            "the parameters of before",
+            f"others added or removed ({', '.join(changed)})",
+            "change what a model consists of before parallelize",
+        )
+    owners: dict[nn.Parameter, _Kept] = {}
+    for name, parameter in present.items():
+        holder = _holder(module, name)
+        if holder is not known[name].holders[known[name].names.index(name)]:
             raise _error(
                 f"the module that holds {name!r} to stay",
-                f"another {type(present).__name__} in its place",
+                f"another {type(holder).__name__} in its place",
                 "replace its parameters instead",
             )
-        found[id(parameter)] = parameter
-    return list(found.values())
-
-
-def _refuse_strangers(module: nn.Module, snapshot: Snapshot) -> None:
-    """Refuse parameters that were not there, and ties that were not there."""
-    known = {name: position for position, kept in enumerate(snapshot.kept) for name in kept.names}
-    owners: dict[int, tuple[int, str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        if name not in known:
+        first = owners.setdefault(parameter, known[name])
+        if first is not known[name]:
             raise _error(
-                "the parameters that were wrapped",
-                f"a new one, {name!r}",
-                "add it before parallelize",
-            )
-        position, other = owners.setdefault(id(parameter), (known[name], name))
-        if position != known[name]:
-            raise _error(
-                f"{other!r} and {name!r} to be two parameters, as they were wrapped",
-                "them tied",
+                f"{first.said} and {known[name].said} to stay apart",
+                "them tied to one parameter",
                 "tie them before parallelize",
             )
+
+
+def _found(module: nn.Module, kept: _Kept) -> list[nn.Parameter]:
+    """Return the parameters that now stand under the names of a remembered one, each once."""
+    return list(dict.fromkeys(module.get_parameter(name) for name in kept.names))
 
 
 def _new_value(kept: _Kept, found: list[nn.Parameter]) -> Tensor | None:
@@ -181,9 +194,9 @@ def _new_value(kept: _Kept, found: list[nn.Parameter]) -> Tensor | None:
     first, *others = [_part(parameter, kept) for parameter in found]
     if any(not torch.equal(first, other) for other in others):
         raise _error(
-            f"{' and '.join(map(repr, kept.names))} to have one value, tied as they were wrapped",
-            "different values",
-            "give both the same value",
+            f"one value for {kept.said}, which are tied",
+            "different ones",
+            "assign the same parameter to all of them",
         )
     return first
 
@@ -197,7 +210,7 @@ def _is_at(parameter: Tensor, value: Tensor) -> bool:
 def _part(parameter: nn.Parameter, kept: _Kept) -> Tensor:
     value = parameter.detach()
     if value.is_meta and not kept.value.is_meta:
-        raise _error(f"a value for {kept.names[0]!r}", "one on the meta device", "load it")
+        raise _error(f"a value for {kept.said}", "one on the meta device", "load it first")
     if isinstance(value, DTensor):
         same = value.device_mesh == kept.value.device_mesh
         if not same or local_of(value).shape != local_of(kept.value).shape:
@@ -212,9 +225,9 @@ def _part(parameter: nn.Parameter, kept: _Kept) -> Tensor:
         layout = _with_attributes(kept)
         if value.shape not in (kept.value.shape, local_of(original_of(layout)).shape):
             raise _error(
-                f"{kept.names[0]!r} of shape {list(kept.value.shape)}",
+                f"a value of shape {list(kept.value.shape)} for {kept.said}",
                 str(list(value.shape)),
-                "keep the shape",
+                "resize the model before parallelize",
             )
         part = part_of(value, layout)
     return part.to(local_of(kept.value), copy=True)
@@ -244,8 +257,8 @@ def _put_back(module: nn.Module, kept: _Kept, found: list[nn.Parameter]) -> None
     for parameter in found:
         if parameter is not old:
             setattr(parameter, REPLACES, old)
-    for name, owner in zip(kept.names, kept.owners, strict=True):
-        setattr(owner, name.rpartition(".")[2], old)
+    for name, holder in zip(kept.names, kept.holders, strict=True):
+        setattr(holder, name.rpartition(".")[2], old)
 
 
 def _swap(old: Tensor, new: Tensor) -> None:

@@ -15,6 +15,7 @@ from polyshard import optimizers
 from polyshard.activation_checkpointing import checkpoint_units
 from polyshard.exceptions import UnsupportedError
 from polyshard.optimizers import record_names
+from polyshard.parameter_guard import ParameterGuard
 from polyshard.placement import mesh_device, require_parameters
 from polyshard.rebuilding import attributes_of, restore_attributes
 from polyshard.strategies.fsdp2.tensor_parallel import apply_plan, module_plan
@@ -50,6 +51,8 @@ def parallelize(
     """
     if mesh is None or mesh.size() == 1:
         _say_what_one_rank_lacks(config)
+        if mesh is not None:
+            ParameterGuard(model, model)
         return model, optimizer
     topology = topology_of(mesh)
     check_options(config, topology)
@@ -95,6 +98,7 @@ def _leave_to_tensor_parallelism(
     unwrapped.add(model)
     if optimizer is not None:
         optimizers.rebind(optimizer, names, model)
+    ParameterGuard(model, model)
     return model, optimizer
 
 

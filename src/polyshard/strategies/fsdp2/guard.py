@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from polyshard.exceptions import RebuildError
 from polyshard.parameter_guard import ParameterGuard
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class FSDP2Guard(ParameterGuard):
                 self.records[module, name] = record
 
     def before_forward(self, *arguments: Any) -> None:
-        """Raise if a shard was replaced or cast, and free what was gathered for a forward before.
+        """Raise if a shard was replaced, and free what was gathered for a forward before.
 
         Where no backward followed it, the gathered values have been kept, and are old if the
         optimizer stepped since.
@@ -48,14 +47,6 @@ class FSDP2Guard(ParameterGuard):
         super().before_forward(*arguments)
         if torch.compiler.is_compiling():
             return
-        for (_, name), record in self.records.items():
-            dtype = record.sharded_param.dtype
-            # The dtype to gather in is settled at the first forward.
-            if getattr(record, "orig_dtype", dtype) != dtype:
-                raise RebuildError(
-                    f"expected parameters of {record.orig_dtype}, as at the first forward, found "
-                    f"{name!r} of {dtype}; cast inside `with polyshard.rebuild(model, config):`"
-                )
         for module in self.sharded:
             module.reshard()
 
