@@ -56,6 +56,8 @@ def test_training_equals_one_process(
         ({}, {}),
         ({}, {"dp_replicate_size": 2}),
         ({}, {"dp_replicate_size": 4}),
+        ({}, {"cp_size": 2}),
+        ({}, {"dp_replicate_size": 2, "cp_size": 2}),
         ({"reshard_after_forward": 2, "defer_fsdp_grad_sync": False}, {}),
     ],
     ids=str,
