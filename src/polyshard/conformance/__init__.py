@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from polyshard.conformance.failures import RanksFailed as RanksFailed
     from polyshard.conformance.pool import RankPool as RankPool
+    from polyshard.conformance.rebuild_suite import RebuildConformance as RebuildConformance
     from polyshard.conformance.suite import Deviation as Deviation
     from polyshard.conformance.suite import StrategyConformance as StrategyConformance
 
@@ -16,6 +17,7 @@ _HOMES = {
     "Deviation": "polyshard.conformance.suite",
     "RankPool": "polyshard.conformance.pool",
     "RanksFailed": "polyshard.conformance.failures",
+    "RebuildConformance": "polyshard.conformance.rebuild_suite",
     "StrategyConformance": "polyshard.conformance.suite",
 }
 

@@ -253,7 +253,8 @@ class Training(PlainTraining):
         self.config = config
         self.device = next(model.parameters()).device
 
-    def share(self, tokens: Tensor) -> Tensor:  # noqa: D102
+    def share(self, tokens: Tensor) -> Tensor:
+        """Return this rank's equal part of a batch, on the device of the model."""
         if not dist.is_initialized():
             return tokens.to(self.device)
         size = dist.get_world_size()
@@ -264,22 +265,26 @@ class Training(PlainTraining):
             )
         return tokens.chunk(size)[dist.get_rank()].to(self.device)
 
-    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:  # noqa: D102
+    def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
+        """Return Polyshard's context if the recipe has microbatches."""
         if self.recipe.microbatches is None:
             return nullcontext()
         return accumulate(self.model, self.config, last=last)
 
-    def clip(self, max_norm: float, norm_type: float) -> float:  # noqa: D102
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        """Clip through Polyshard."""
         return clip_grad_norm(self.model, self.config, max_norm, norm_type)
 
-    def average(self, losses: Sequence[float]) -> tuple[float, ...]:  # noqa: D102
+    def average(self, losses: Sequence[float]) -> tuple[float, ...]:
+        """Return the mean over all ranks."""
         if not dist.is_initialized():
             return tuple(losses)
         total = torch.tensor(losses, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return tuple((total / dist.get_world_size()).tolist())
 
-    def weights(self) -> dict[str, Tensor]:  # noqa: D102
+    def weights(self) -> dict[str, Tensor]:
+        """Return the full state dict."""
         return full_state_dict(self.model, self.config)
 
 

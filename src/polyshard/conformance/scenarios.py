@@ -5,12 +5,11 @@ None of them raises for what the suite looks for: a rank that fails ends the poo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 import torch.distributed as dist
 from attrs import define, frozen
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from polyshard.conformance.parity import (
     start,
     wrap,
 )
+from polyshard.conformance.rebuilds import CHANGES
 from polyshard.exceptions import PeerFailedError, PolyshardError
 from polyshard.hookspecs import hookimpl
 from polyshard.lifecycle import (
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from polyshard.config import DistributedConfig
     from polyshard.mesh import ParallelismSizes
 
-__all__ = ["CHANGES", "Change", "Ending", "Wrapped", "train_plain_with_change"]
+__all__ = ["Ending", "Wrapped"]
 
 
 class BodyError(Exception):
@@ -171,104 +171,6 @@ def train_with_wrong_optimizer(
 # Rebuilds
 
 
-@frozen
-class Change:
-    """Something that a script does to the parameters of a model after it was parallelized.
-
-    Attributes:
-        apply: Does it to the user's module, inside ``rebuild``. The values are full tensors
-            under the user's names.
-        expected: Does in place to a plain model what should come of it.
-    """
-
-    apply: Callable[[nn.Module, Mapping[str, Tensor]], None]
-    expected: Callable[[nn.Module, Mapping[str, Tensor]], None]
-
-
-def _nothing(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    pass
-
-
-def _load(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    module.load_state_dict(values)
-
-
-def _load_by_assignment(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    module.load_state_dict(values, assign=True)
-
-
-def _load_halves(module: nn.Module, values: Mapping[str, Tensor], assign: bool = False) -> None:
-    """Load what the model's own state dict returns, whatever that is, with halved values."""
-    state = module.state_dict()
-    halves = {n: t.clone().mul_(0.5) if t.is_floating_point() else t for n, t in state.items()}
-    module.load_state_dict(halves, assign=assign)
-
-
-def _load_halves_by_assignment(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    _load_halves(module, values, assign=True)
-
-
-def _replace(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Replace every Parameter by one with the full new value; tied ones by the same."""
-    new: dict[int, nn.Parameter] = {}
-    for name, old in list(module.named_parameters(remove_duplicate=False)):
-        value = values[canonical_name(name)].clone()
-        parameter = nn.Parameter(value, requires_grad=old.requires_grad)
-        _set(module, name, new.setdefault(id(old), parameter))
-
-
-def _replace_one(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    name = "blocks.1.up.weight"
-    requires_grad = module.get_parameter(name).requires_grad
-    _set(module, name, nn.Parameter(values[name].clone(), requires_grad=requires_grad))
-
-
-def _set_one(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        module.get_parameter("blocks.1.up.weight").copy_(values["blocks.1.up.weight"])
-
-
-def _cast_there_and_back(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    module.double().float()
-
-
-def _set_in_place(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        for name, value in values.items():
-            module.state_dict(keep_vars=True)[name].copy_(value)
-
-
-def _retie(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Tie the head to the embedding again, through a new Parameter."""
-    shared = nn.Parameter(values["head.weight"].clone())
-    _set(module, "embedding.weight", shared)
-    _set(module, "head.weight", shared)
-
-
-def _retied(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    with torch.no_grad():
-        module.get_parameter("head.weight").copy_(values["head.weight"])
-
-
-def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, parameter)
-
-
-#: The changes by the name under which the suite asks for them.
-CHANGES: Mapping[str, Change] = {
-    "nothing": Change(_nothing, _nothing),
-    "load": Change(_load, _set_in_place),
-    "load by assignment": Change(_load_by_assignment, _set_in_place),
-    "load own state": Change(_load_halves, _load_halves),
-    "load own state by assignment": Change(_load_halves_by_assignment, _load_halves),
-    "new parameters": Change(_replace, _set_in_place),
-    "one new parameter": Change(_replace_one, _set_one),
-    "cast there and back": Change(_cast_there_and_back, _nothing),
-    "retie": Change(_retie, _retied),
-}
-
-
 def train_with_change(
     config: DistributedConfig,
     recipe: Recipe,
@@ -305,7 +207,10 @@ def train_plain_with_change(recipe: Recipe, change: str, midway: bool) -> Outcom
     training = PlainTraining(model, build_optimizer(recipe.optimizer, model), recipe)
     if midway:
         training.train(range(recipe.steps))
-    CHANGES[change].expected(model, _new_values(recipe))
+    expected = CHANGES[change].expected
+    if expected is None:
+        raise ValueError(f"{change!r} must be refused, and nothing comes of it")
+    expected(model, _new_values(recipe))
     training.train(range(recipe.steps, 2 * recipe.steps))
     return training.outcome()
 
@@ -328,7 +233,7 @@ def train_after_failed_rebuild(
     current = full_state_dict(training.model, config)
     try:
         with rebuild(training.model, config):
-            _replace_one(module, current)
+            CHANGES["one new"].apply(module, current)
             raise error
     except BodyError as raised:
         same = raised is error
@@ -347,7 +252,7 @@ def stamps_after_rebuild(
     training.train(range(1))
     _stamp(training.model)
     with rebuild(training.model, config):
-        _replace(module, _new_values(recipe))
+        CHANGES["new"].apply(module, _new_values(recipe))
         module.get_parameter("blocks.0.up.weight").stamp = "fresh"  # type: ignore[attr-defined]
     training.train(range(1, recipe.steps))
     return _stamps(training.model)
