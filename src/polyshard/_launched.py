@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -133,6 +134,8 @@ def _end_with_the_job(folder: Path, launcher: int) -> None:
     def watch() -> None:
         while os.getppid() == launcher and folder.exists():
             time.sleep(_LIFELINE_SECONDS)
+        # A launcher that was killed has left it.
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="polyshard-lifeline", daemon=True).start()
