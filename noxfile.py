@@ -52,6 +52,11 @@ def run_tests_of(
     run_pytest(session, *where, *which, *arguments)
 
 
+def world_sizes(*sizes: int) -> list[str]:
+    """Return the arguments that make pytest run multi-rank tests at these sizes."""
+    return [f"--world-size={size}" for size in sizes]
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and formatting with ruff."""
@@ -73,15 +78,16 @@ def tests(session: nox.Session, strategy: str) -> None:
     """Run the tests of one strategy, or all that are about none, at 1 and 2 ranks.
 
     Arguments after ``--`` go to pytest. Only megatron_fsdp has the plugin installed, so that the
-    others show that the core does without.
+    others show that the core does without. Tests that need more ranks are left to ``matrix``.
     """
-    run_tests_of(session, strategy)
+    run_tests_of(session, strategy, *world_sizes(1, 2))
 
 
 @nox.session(default=False)
 @nox.parametrize(
     ("strategy", "requirements"),
     [
+        nox.param("core", [], id="core"),
         nox.param("ddp", [], id="ddp"),
         nox.param("fsdp2", [], id="fsdp2"),
         *(
@@ -91,12 +97,11 @@ def tests(session: nox.Session, strategy: str) -> None:
     ],
 )
 def matrix(session: nox.Session, strategy: str, requirements: list[str]) -> None:
-    """Run a strategy's tests at 1, 2 and 4 ranks, and with each supported Megatron-FSDP.
+    """Run the tests at 1, 2 and 4 ranks, and Megatron-FSDP's with each supported version.
 
     One environment serves all world sizes; ``-- -k world4`` chooses one.
     """
-    sizes = [f"--world-size={size}" for size in (1, 2, 4)]
-    run_tests_of(session, strategy, *sizes, requirements=requirements)
+    run_tests_of(session, strategy, *world_sizes(1, 2, 4), requirements=requirements)
 
 
 @nox.session(default=False)
