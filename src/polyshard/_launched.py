@@ -56,7 +56,8 @@ def main() -> None:
 
 def _run(job: dict[str, Any], folder: Path) -> object:
     module, _, name = job["target"].partition(":")
-    with (folder / "events").open("a", buffering=1) as events:
+    # Not created here, so that the folder of a job that is over can be removed.
+    with (folder / "events").open("r+", buffering=1) as events:
 
         def tell(kind: str, what: object) -> None:
             if os.environ["RANK"] == "0":
