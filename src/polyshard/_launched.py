@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -56,8 +55,7 @@ def main() -> None:
 
 def _run(job: dict[str, Any], folder: Path) -> object:
     module, _, name = job["target"].partition(":")
-    # Not created here, so that the folder of a job that is over can be removed.
-    with (folder / "events").open("r+", buffering=1) as events:
+    with (folder / "events").open("a", buffering=1) as events:
 
         def tell(kind: str, what: object) -> None:
             if os.environ["RANK"] == "0":
@@ -135,8 +133,6 @@ def _end_with_the_job(folder: Path, launcher: int) -> None:
     def watch() -> None:
         while os.getppid() == launcher and folder.exists():
             time.sleep(_LIFELINE_SECONDS)
-        # A launcher that was killed has left it.
-        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, name="polyshard-lifeline", daemon=True).start()
