@@ -18,7 +18,7 @@ from polyshard.optimizers import record_names
 from polyshard.parameter_guard import ParameterGuard
 from polyshard.placement import mesh_device, require_parameters
 from polyshard.rebuilding import attributes_of, restore_attributes
-from polyshard.strategies.fsdp2.tensor_parallel import apply_plan, module_plan
+from polyshard.tensor_parallel import apply_plan, module_plan
 from polyshard.units import UnitReport, find_units
 from polyshard_megatron_fsdp import _cpu
 from polyshard_megatron_fsdp._guard import refuse_empty, refuse_unshardable, watch_steps

@@ -25,13 +25,13 @@ from polyshard.precision import MixedPrecision, torch_dtype
 from polyshard.rebuilding import attributes_of, restore_attributes
 from polyshard.strategies.fsdp2.guard import FSDP2Guard
 from polyshard.strategies.fsdp2.mesh import sharding_mesh
-from polyshard.strategies.fsdp2.tensor_parallel import apply_plan, module_plan
 from polyshard.strategies.fsdp2.weights import (
     broadcast_weights,
     check_dtypes,
     check_tensors,
     separable_units,
 )
+from polyshard.tensor_parallel import apply_plan, module_plan
 from polyshard.units import UnitReport, find_units
 
 if TYPE_CHECKING:
