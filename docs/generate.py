@@ -1,8 +1,9 @@
-"""Write the reference of configs and commands from the code: ``python docs/generate.py``.
+"""Write the reference of configs, commands and rebuilds: ``python docs/generate.py``.
 
 A test fails while a page and the code differ.
 """
 
+import runpy
 from collections.abc import Iterator
 from inspect import cleandoc
 from pathlib import Path
@@ -12,10 +13,13 @@ import click
 
 from polyshard import DistributedConfig, MixedPrecision, ParallelismSizes
 from polyshard.cli.app import polyshard as command_group
+from polyshard.conformance.rebuild_suite import RebuildConformance
+from polyshard.conformance.rebuilds import CHANGES
 from polyshard.registry import default_registry
 from polyshard.schema import describe_class
 
-REFERENCE = Path(__file__).parent / "reference"
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
 BAR = r"\|"  # which would end the cell of a table otherwise
 
 CONFIGS_HEAD = """\
@@ -101,12 +105,82 @@ def option_help(option: click.Option) -> str:
     return " ".join(filter(None, [option.help, f"Default: {default}." if stated else ""]))
 
 
+REBUILDS_HEAD = """\
+# Changing parameters after `parallelize`
+
+What a script may do inside `with polyshard.rebuild(model, config):`, and what comes of it on
+several ranks. ✓ means that training goes on as it would in one plain process from the new values,
+the first forward included, whether the optimizer was built before or after, losses and weights
+to 1e-6. Everything else is refused by a `RebuildError`, which puts the old values and Parameters
+back, but no module that was replaced and nothing that was written over in place. On one rank only
+those changes are refused that no strategy takes.
+
+Outside of `rebuild`, what replaces, adds, removes or casts parameters is refused at the next
+forward, or trains right all the same.
+
+Each cell is a test, at 1, 2 and 4 ranks: `tests/rebuild/test_matrix.py` and
+`plugins/polyshard-megatron-fsdp/tests/test_rebuild_matrix.py`, from which `docs/generate.py` writes
+this page.
+"""
+
+REBUILD_TESTS = (
+    "tests/rebuild/test_matrix.py",
+    "plugins/polyshard-megatron-fsdp/tests/test_rebuild_matrix.py",
+)
+
+
+def rebuilds_page() -> str:
+    """Return the page for every kind of change under every strategy that is tested."""
+    tests = [test for file in REBUILD_TESTS for test in rebuild_tests(ROOT / file)]
+    titles = [title_of(test.config) for test in tests]
+    rows = [
+        f"| {change.summary} | {' | '.join(outcome(test, name) for test in tests)} |"
+        for name, change in CHANGES.items()
+    ]
+    refused = [name for name in CHANGES if any(test.refuses(name, 2) for test in tests)]
+    return "\n".join(
+        [
+            REBUILDS_HEAD,
+            f"| change | {' | '.join(titles)} |",
+            "|---" * (len(tests) + 1) + "|",
+            *rows,
+            "",
+            "## What the refusals say",
+            "",
+            "| change | the message has |",
+            "|---|---|",
+            *(f"| {CHANGES[name].summary} | {messages(tests, name)} |" for name in refused),
+            "",
+        ]
+    )
+
+
+def rebuild_tests(file: Path) -> list[type[RebuildConformance]]:
+    found = runpy.run_path(str(file)).values()
+    return [cls for cls in found if isinstance(cls, type) and "config" in vars(cls)]
+
+
+def title_of(config: DistributedConfig) -> str:
+    stage = getattr(config, "zero_dp_strategy", None)
+    return config.strategy if stage is None else f"{config.strategy} {stage}"
+
+
+def outcome(test: type[RebuildConformance], change: str) -> str:
+    return "refused" if test.refuses(change, world_size=2) else "✓"
+
+
+def messages(tests: list[type[RebuildConformance]], change: str) -> str:
+    found = dict.fromkeys(t.refusals[change] for t in tests if t.refuses(change, world_size=2))
+    return "; ".join(f"`{message}`" for message in found)
+
+
 PAGES = {
     "configs.md": lambda: configs_page(["ddp", "fsdp2", "megatron_fsdp"]),
     "command-line.md": commands_page,
+    "rebuild-matrix.md": rebuilds_page,
 }
 
 
 if __name__ == "__main__":
     for name, page in PAGES.items():
-        (REFERENCE / name).write_text(page())
+        (REFERENCE / name).write_text(page(), encoding="utf-8")

@@ -9,12 +9,12 @@ REFUSALS = {
     "load on rank 0": "changed' on rank",
     "untie": "which are tied, found different ones; assign the same parameter",
     "tie": "to stay apart, found them tied to one parameter; tie them before parallelize",
-    "adapter": "found others added or removed",
+    "adapter": "found others added or removed (blocks.1.up.bias",
     "new layer": "to stay, found another Linear in its place; replace its parameters instead",
     "add": "found others added or removed (head.bias); change what a model consists of before",
     "remove": "found others added or removed (blocks.1.up.bias); change what a model consists of",
     "resize": "found [66, 16]; resize the model before parallelize",
-    "empty": "expected a value for 'blocks.1.up.bias', found one on the meta device",
+    "empty": "a value for 'blocks.1.up.bias', found one on the meta device",
 }
 
 
