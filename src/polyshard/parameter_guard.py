@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from operator import is_
 from typing import Any, TypeGuard
 
 import torch
@@ -35,14 +34,24 @@ class ParameterGuard:
     def __init__(self, model: nn.Module, called: nn.Module, *, loads: bool = True) -> None:
         self.in_rebuild = False
         self.model = model
-        self.expected = _with_dtypes(model)
-        self.structure = _structure(model)
+        self._remember()
         if loads:
             loading: Any = model  # the two methods have no annotations
             loading.register_load_state_dict_pre_hook(self.before_load)
             loading.register_load_state_dict_post_hook(self.after_load)
         called.register_forward_pre_hook(self.before_forward, prepend=True)
         called.__dict__[_ATTRIBUTE] = self
+
+    def _remember(self) -> None:
+        self.expected = [(place, p, p.dtype) for place, p in _all_places(self.model)]
+        self.modules = list(self.model.modules())
+        self.parts = self._present_parts()
+
+    def _present_parts(self) -> list[object]:
+        """Return everything that the known modules hold now, in order."""
+        parts: list[object] = [p for module in self.modules for p in module._parameters.values()]
+        parts += [child for module in self.modules for child in module._modules.values()]
+        return parts
 
     @staticmethod
     def of(called: nn.Module) -> ParameterGuard | None:
@@ -57,6 +66,20 @@ class ParameterGuard:
         """Raise if parameters are not those of the wrap, or not of their dtypes."""
         if torch.compiler.is_compiling():
             return
+        if not self._is_as_remembered():
+            self._check_places()
+            self._refuse_strangers()
+
+    def _is_as_remembered(self) -> bool:
+        """Tell quickly, for this is asked in every step, that nothing has changed."""
+        present = self._present_parts()
+        return (
+            len(present) == len(self.parts)
+            and all(map(is_, present, self.parts))
+            and all(parameter.dtype is dtype for _, parameter, dtype in self.expected)
+        )
+
+    def _check_places(self) -> None:
         for place, parameter, dtype in self.expected:
             present = place.get()
             if present is parameter:
@@ -70,11 +93,9 @@ class ParameterGuard:
                     f"expected {place.name!r} to be the parameter of parallelize, found another "
                     f"in its place, which would not be trained right; {_CURE}"
                 )
-        if any(seen() != expected for seen, expected in self.structure):
-            self._refuse_strangers()
 
     def _refuse_strangers(self) -> None:
-        """Raise if what changed in the model has to do with parameters, or take it as it is."""
+        """Raise if parameters were added or removed, in modules that were too or not."""
         expected = {(place.name, place.module) for place, *_ in self.expected}
         present = {(place.name, place.module) for place, _ in _all_places(self.model)}
         if changed := sorted({name for name, _ in expected ^ present}):
@@ -83,7 +104,6 @@ class ParameterGuard:
                 f"({', '.join(changed)}), which would not be trained right; change what "
                 "a model consists of before parallelize"
             )
-        self.structure = _structure(self.model)
 
     def before_load(
         self,
@@ -106,28 +126,14 @@ class ParameterGuard:
             if isinstance(parameter, DTensor) and _is_full(value, parameter):
                 state_dict[prefix + place.name] = shard_like(value, parameter)
 
-    def after_load(self, model: nn.Module, _incompatible: Any) -> None:
+    def after_load(self, _: nn.Module, _incompatible: Any) -> None:
         """Take what an assigning load has put in place of parameters without values."""
         if any(parameter.is_meta for _, parameter, _ in self.expected):
-            self.expected = _with_dtypes(model)
+            self._remember()
 
 
 def _all_places(model: nn.Module) -> list[tuple[Place, nn.Parameter]]:
     return [(place, p) for p, places in places_of(model).items() for place in places]
-
-
-def _with_dtypes(model: nn.Module) -> list[tuple[Place, nn.Parameter, torch.dtype]]:
-    return [(place, p, p.dtype) for place, p in _all_places(model)]
-
-
-def _structure(model: nn.Module) -> list[tuple[Callable[[], object], object]]:
-    """Return, of each module, what tells cheaply that parts of it came or went, and that now."""
-    looks = [partial(_parts, module) for module in model.modules()]
-    return [(look, look()) for look in looks]
-
-
-def _parts(module: nn.Module) -> object:
-    return (*module._modules.values(), *(p is None for p in module._parameters.values()))
 
 
 def _is_full(value: object, parameter: DTensor) -> TypeGuard[Tensor]:

@@ -1,0 +1,115 @@
+"""What `rebuild` costs, on two ranks: time by the number of parameters, memory by their size.
+
+Snapshot and restore should grow linearly, hold no copy of tensor data in between, and add at most
+one shard at the peak. The check for unannounced rebuilds runs in every forward.
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import polyshard
+from polyshard.conformance.pool import RankPool
+from polyshard.lifecycle import parameter_bytes
+from polyshard.parameter_guard import ParameterGuard
+
+FEW, MANY = 1_000, 10_000
+LAYERS, WIDTH = 8, 1_536  # 72 MiB in float32, few tensors: what is held in between would show
+REPEATS = 3
+STRATEGIES = ("ddp", "fsdp2", *(["megatron_fsdp"] if find_spec("megatron_fsdp") else []))
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(count))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+def wrap(strategy: str, count: int, width: int) -> tuple[Layers, nn.Module, Any]:
+    config = polyshard.resolve_config(strategy).in_full_precision()
+    module = Layers(count, width)
+    model, _ = polyshard.parallelize(module, config)
+    return module, model, config
+
+
+def replace_all(module: Layers) -> None:
+    for layer in module.layers:
+        layer.weight = nn.Parameter(layer.weight.detach())
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Return the median time of some calls."""
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def measure_time(strategy: str, count: int) -> dict[str, float]:
+    """Time `rebuild` around a replacement of all parameters; called on every rank."""
+    module, model, config = wrap(strategy, count, 2)
+
+    def rebuild() -> None:
+        with polyshard.rebuild(model, config):
+            replace_all(module)
+
+    guard = ParameterGuard.of(model)
+    assert guard is not None
+    return {
+        "rebuild": seconds(rebuild) - seconds(lambda: replace_all(Layers(count, 2))),
+        "check": seconds(lambda: ParameterGuard.before_forward(guard)),
+    }
+
+
+def measure_memory(strategy: str) -> dict[str, float]:
+    """Return the growth inside and at the peak, in shards; called on every rank."""
+    module, model, config = wrap(strategy, LAYERS, WIDTH)
+    value = torch.zeros(WIDTH, WIDTH)
+    shard = parameter_bytes(model, config)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status_bytes("VmRSS")
+    with polyshard.rebuild(model, config):
+        inside = status_bytes("VmRSS") - before
+        # One tensor for all, so that what grows is not the new values.
+        for layer in module.layers:
+            layer.weight = nn.Parameter(value)
+    return {"inside": inside / shard, "peak": (status_bytes("VmHWM") - before) / shard}
+
+
+def status_bytes(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def main() -> None:
+    print(f"rebuild on two ranks: {FEW} and {MANY} parameters, then {LAYERS} large ones")
+    with RankPool(2, timeout=600) as ranks:
+        for strategy in STRATEGIES:
+            few = ranks.run(measure_time, strategy, FEW)[0]
+            many = ranks.run(measure_time, strategy, MANY)[0]
+            memory = ranks.run(measure_memory, strategy)[0]
+            print(
+                f"  {strategy:14} {few['rebuild'] * 1e3:6.0f} ms and {many['rebuild'] * 1e3:6.0f} "
+                f"ms ({many['rebuild'] / few['rebuild']:4.1f} x); the check in each forward "
+                f"{many['check'] * 1e3:5.1f} ms for {MANY}; memory held inside "
+                f"{memory['inside']:5.3f} shards, peak {memory['peak']:5.3f} shards"
+            )
+
+
+if __name__ == "__main__":
+    main()
