@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from polyshard.lifecycle import full_state_dict as full_state_dict
     from polyshard.lifecycle import maybe_shard_optimizer as maybe_shard_optimizer
     from polyshard.lifecycle import parallelize as parallelize
+    from polyshard.lifecycle import post_rebuild as post_rebuild
+    from polyshard.lifecycle import pre_rebuild as pre_rebuild
     from polyshard.lifecycle import rebuild as rebuild
     from polyshard.mesh import MeshAxisName as MeshAxisName
     from polyshard.mesh import MeshContext as MeshContext
@@ -53,6 +55,8 @@ _HOMES = {
     "maybe_shard_optimizer": "polyshard.lifecycle",
     "observe": "polyshard.registry",
     "parallelize": "polyshard.lifecycle",
+    "post_rebuild": "polyshard.lifecycle",
+    "pre_rebuild": "polyshard.lifecycle",
     "rebuild": "polyshard.lifecycle",
     "register": "polyshard.registry",
     "resolve_config": "polyshard.resolve",

@@ -18,6 +18,7 @@ from polyshard.ranks import agree
 from polyshard.registry import default_registry
 
 __all__ = [
+    "Versions",
     "agree_on_changes",
     "facts",
     "parameters_of",

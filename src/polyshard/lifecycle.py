@@ -33,6 +33,8 @@ __all__ = [
     "maybe_shard_optimizer",
     "parallelize",
     "parameter_bytes",
+    "post_rebuild",
+    "pre_rebuild",
     "rebuild",
 ]
 
@@ -154,6 +156,31 @@ def maybe_shard_optimizer(
     return sharded
 
 
+@frozen(eq=False)
+class RebuildSnapshot:
+    """What ``pre_rebuild`` remembers for ``post_rebuild``; nothing else reads it."""
+
+    config: DistributedConfig
+    parts: Sequence[nn.Module]
+    of_strategy: Sequence[object]
+    versions: Sequence[guards.Versions]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that hold any of the parts."""
+        return tuple(sorted({rank for part in self.parts for rank in _members(part)}))
+
+    def check(self) -> None:
+        """Raise if a parameter was changed on some ranks only."""
+        for part, versions in zip(self.parts, self.versions, strict=True):
+            guards.agree_on_changes(versions, part, _members(part))
+
+    def restore(self) -> None:
+        """Let the strategy take over what the parts hold now."""
+        for part, own in zip(self.parts, self.of_strategy, strict=True):
+            default_registry().dispatch("post_rebuild", self.config, model=part, snapshot=own)
+
+
 @contextmanager
 def rebuild(
     model: nn.Module | Sequence[nn.Module], config: DistributedConfig | None
@@ -173,32 +200,48 @@ def rebuild(
             parameter on some ranks only.
         PeerFailedError: Another rank failed inside.
     """
-    parts = [model] if isinstance(model, nn.Module) else list(model)
+    with _restoring(pre_rebuild(model, config)):
+        yield
+
+
+def pre_rebuild(
+    model: nn.Module | Sequence[nn.Module], config: DistributedConfig | None
+) -> RebuildSnapshot | None:
+    """Do what ``rebuild`` does before its body, for code that has no body to wrap.
+
+    Whatever happens afterwards, call ``post_rebuild`` with the result, on every rank.
+    """
     registry = default_registry()
     if config is None or not registry.implements("post_rebuild", config):
+        return None
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    with together("pre_rebuild", sorted({rank for part in parts for rank in _members(part)})):
+        own = [registry.dispatch("pre_rebuild", config, model=part) for part in parts]
+    return RebuildSnapshot(config, parts, own, [guards.versions_of(part) for part in parts])
+
+
+def post_rebuild(snapshot: RebuildSnapshot | None) -> None:
+    """Do what ``rebuild`` does after its body; it raises the same errors."""
+    with _restoring(snapshot):
+        pass
+
+
+@contextmanager
+def _restoring(snapshot: RebuildSnapshot | None) -> Iterator[None]:
+    if snapshot is None:
         yield
         return
-    members = sorted({rank for part in parts for rank in _members(part)})
-    with together("pre_rebuild", members):
-        snapshots = [registry.dispatch("pre_rebuild", config, model=part) for part in parts]
-
-    def restore() -> None:
-        for part, snapshot in zip(parts, snapshots, strict=True):
-            registry.dispatch("post_rebuild", config, model=part, snapshot=snapshot)
-
-    with together("rebuild", members):
+    with together("rebuild", snapshot.members):
         try:
-            before = [guards.versions_of(part) for part in parts]
             yield
-            for part, versions in zip(parts, before, strict=True):
-                guards.agree_on_changes(versions, part, _members(part))
+            snapshot.check()
         except BaseException as error:
             try:
-                restore()
+                snapshot.restore()
             except Exception as second:
                 error.add_note(f"restoring the model failed as well: {second}")
             raise
-        restore()
+        snapshot.restore()
 
 
 def accumulate(

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import attrs
 import pytest
 
 from polyshard.conformance import rebuilds
-from polyshard.conformance.parity import Outcome, assert_parity
+from polyshard.conformance.parity import Outcome, assert_parity, train_plain
 from polyshard.conformance.rebuilds import CHANGES, RECIPE
 
 if TYPE_CHECKING:
@@ -93,6 +94,24 @@ class RebuildConformance:
             self._assert_refused(results, cure)
         else:
             _assert_trained(results, change, "before")
+
+    @pytest.mark.parametrize("change", ["new", "load assign"])
+    def test_hooks_apart(self, ranks: RankPool, change: str) -> None:
+        """``pre_rebuild`` and ``post_rebuild`` do apart what ``rebuild`` does."""
+        outcomes = self._run(ranks, rebuilds.train_after_hooks_apart, change)
+        assert_parity(outcomes, rebuilds.train_plain_after(change, "before"), RECIPE)
+
+    def test_a_body_that_fails_on_one_rank_fails_on_all(
+        self, ranks: RankPool, world_size: int
+    ) -> None:
+        """Every rank raises the first error with its rank, and the model trains as before."""
+        culprit = world_size - 1
+        results = self._run(ranks, rebuilds.fail_in_body, culprit)
+        for rank, (message, _) in enumerate(results):
+            by_peer = f"rank {culprit} failed first: ValueError: raised in the body"
+            assert (message == "raised in the body") if rank == culprit else (by_peer in message)
+        recipe = attrs.evolve(RECIPE, steps=2 * RECIPE.steps)
+        assert_parity([outcome for _, outcome in results], train_plain(recipe), recipe)
 
     def _assert_refused(self, results: list[Outcome | str], part: str) -> None:
         for rank, result in enumerate(results):

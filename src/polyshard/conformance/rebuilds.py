@@ -26,14 +26,29 @@ from polyshard.conformance.parity import (
     start,
 )
 from polyshard.exceptions import OptimizerError, PeerFailedError, RebuildError
-from polyshard.lifecycle import maybe_shard_optimizer, parallelize, rebuild
+from polyshard.lifecycle import (
+    maybe_shard_optimizer,
+    parallelize,
+    post_rebuild,
+    pre_rebuild,
+    rebuild,
+)
 from polyshard.optimizers import canonical_name
 
 if TYPE_CHECKING:
     from polyshard.config import DistributedConfig
     from polyshard.mesh import ParallelismSizes
 
-__all__ = ["CHANGES", "RECIPE", "Change", "train_after", "train_plain_after", "train_unannounced"]
+__all__ = [
+    "CHANGES",
+    "RECIPE",
+    "Change",
+    "fail_in_body",
+    "train_after",
+    "train_after_hooks_apart",
+    "train_plain_after",
+    "train_unannounced",
+]
 
 Values = Mapping[str, Tensor]
 Apply = Callable[[TinyModel, Values], None]
@@ -400,6 +415,38 @@ def train_unannounced(
     except RebuildError as error:
         return str(error)
     return training.outcome()
+
+
+def train_after_hooks_apart(
+    config: DistributedConfig, change: str, sizes: ParallelismSizes | None
+) -> Outcome:
+    """Train after a change between ``pre_rebuild`` and ``post_rebuild``."""
+    module = build_model(RECIPE.model)
+    training = start(config, RECIPE, model=module, passed=True, sizes=sizes)
+    training.train(range(RECIPE.steps))
+    snapshot = pre_rebuild(training.model, config)
+    CHANGES[change].apply(module, _new_values())
+    post_rebuild(snapshot)
+    training.train(range(RECIPE.steps, 2 * RECIPE.steps))
+    return training.outcome()
+
+
+def fail_in_body(
+    config: DistributedConfig, culprit: int, sizes: ParallelismSizes | None
+) -> tuple[str, Outcome]:
+    """Fail on one rank after changes on all; return what this rank raised and how it goes on."""
+    module = build_model(RECIPE.model)
+    training = start(config, RECIPE, model=module, passed=True, sizes=sizes)
+    raised = ""
+    try:
+        with rebuild(training.model, config):
+            _replace_over_storage(module, _new_values())
+            if _rank() == culprit:
+                raise ValueError("raised in the body")
+    except (ValueError, PeerFailedError) as error:
+        raised = str(error)
+    training.train(range(2 * RECIPE.steps))
+    return raised, training.outcome()
 
 
 @cache
