@@ -199,11 +199,11 @@ def untied(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
-        ("untie", "to have one value, tied as they were wrapped"),
+        ("untie", "which are tied, found different ones"),
         ("tie", "tie them before parallelize"),
-        ("add", "a new one, 'extra'"),
-        ("resize", "found [5]; keep the shape"),
-        ("remove", "a parameter 'head.bias', found none"),
+        ("add", "others added or removed (extra)"),
+        ("resize", "found [5]; resize the model before parallelize"),
+        ("remove", "others added or removed (head.bias)"),
     ],
 )
 def test_rebuilds_that_cannot_be_followed_are_refused(ranks, how, expected):
