@@ -9,14 +9,21 @@ from polyshard.mesh import ParallelismSizes
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
 
+# On one rank nothing is wrapped, whatever the stage; that is tested once, for the default one.
+several_ranks = pytest.mark.world_size(2, 4)
+
+
+@several_ranks
 class TestStage0(StrategyConformance):
     config = MegatronFSDPConfig(zero_dp_strategy=0)
 
 
+@several_ranks
 class TestStage1(StrategyConformance):
     config = MegatronFSDPConfig(zero_dp_strategy=1)
 
 
+@several_ranks
 class TestStage2(StrategyConformance):
     config = MegatronFSDPConfig(zero_dp_strategy=2)
 
