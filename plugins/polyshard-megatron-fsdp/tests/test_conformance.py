@@ -8,7 +8,6 @@ from polyshard.conformance.suite import StrategyConformance
 from polyshard.mesh import ParallelismSizes
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
-
 # On one rank nothing is wrapped, whatever the stage; that is tested once, for the default one.
 several_ranks = pytest.mark.world_size(2, 4)
 
