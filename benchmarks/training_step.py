@@ -26,12 +26,14 @@ WARMUP, STEPS = 3, 30
 Step = Callable[[], None]
 
 
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+
+
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
-          for _ in range(BLOCKS))
-    )  # fmt: skip
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -63,13 +65,34 @@ def fsdp2_by_hand() -> Step:
     return step_of(model, adamw(model))
 
 
+def megatron_fsdp_by_hand() -> Step:
+    from megatron_fsdp import fully_shard_model, fully_shard_optimizer
+
+    from polyshard_megatron_fsdp import _cpu
+
+    # What no script can do without where there is no CUDA; a script for CUDA has neither.
+    _cpu.prepare(torch.device("cpu"))
+    model = fully_shard_model(
+        build(),
+        device_mesh=init_device_mesh(
+            "cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp")
+        ),
+        dp_shard_dim="dp",
+        tp_dim="tp",
+        fsdp_unit_modules=[Block],
+        device=torch.device("cpu"),
+    )
+    model.ddp_config.gradient_reduce_div_fusion = False
+    return step_of(model, fully_shard_optimizer(adamw(model)))
+
+
 def through_polyshard(strategy: str) -> Step:
     config = polyshard.resolve_config(strategy).in_full_precision()
     model, _ = polyshard.parallelize(build(), config)
     return step_of(model, polyshard.maybe_shard_optimizer(model, adamw(model), config))
 
 
-BY_HAND = {"ddp": ddp_by_hand, "fsdp2": fsdp2_by_hand}
+BY_HAND = {"ddp": ddp_by_hand, "fsdp2": fsdp2_by_hand, "megatron_fsdp": megatron_fsdp_by_hand}
 
 
 def timed(step: Step) -> float:
