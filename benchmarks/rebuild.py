@@ -1,4 +1,4 @@
-"""What `rebuild` costs on two ranks: time by the number of parameters, memory by their size.
+"""What `rebuild` costs on two ranks: processor time by count of parameters, memory by their size.
 
 Snapshot and restore should grow linearly, hold no copy of tensor data in between, and add at most
 one shard at the peak. The check for unannounced rebuilds runs in every forward.
