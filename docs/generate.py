@@ -1,4 +1,4 @@
-"""Write the reference of configs, commands and rebuilds: ``python docs/generate.py``.
+"""Write the pages of the reference that code or tests decide: ``python docs/generate.py``.
 
 A test fails while a page and the code differ.
 """
@@ -174,10 +174,60 @@ def messages(tests: list[type[RebuildConformance]], change: str) -> str:
     return "; ".join(f"`{message}`" for message in found)
 
 
+SUPPORT_HEAD = """\
+# What Megatron-FSDP supports
+
+By way of training and stage (`zero_dp_strategy`), on four ranks. ✓ means that losses, gradient
+norms and, under SGD, weights are those of one plain process to 1e-6, with the optimizer built
+before the wrap or after. Everything else is refused before anything is changed.
+
+Beside this, [rebuilds](rebuild-matrix.md) have a table of their own; the kinds of optimizers, bf16,
+and checkpoints on the same and another number of ranks are tested under every stage, too. On one
+rank every stage is the plain model. All of it holds for megatron-fsdp 0.5.0, 0.5.1, 0.6.0 and
+0.6.1.
+
+Each cell is a test in `plugins/polyshard-megatron-fsdp/tests/test_support.py`, from which
+`docs/generate.py` writes this page.
+"""
+
+SUPPORT_TESTS = "plugins/polyshard-megatron-fsdp/tests/test_support.py"
+
+
+def support_page() -> str:
+    """Return the page for every way to train under every stage of Megatron-FSDP."""
+    tests = runpy.run_path(str(ROOT / SUPPORT_TESTS))
+    stages, rows = tests["STAGES"], tests["ROWS"]
+    cells = {
+        name: ["refused" if stage in row.refused else "✓" for stage in stages]
+        for name, row in rows.items()
+    }
+    refused = {name: dict.fromkeys(row.refused.values()) for name, row in rows.items()}
+    return "\n".join(
+        [
+            SUPPORT_HEAD,
+            f"| | {' | '.join(f'stage {stage}' for stage in stages)} |",
+            "|---" * (len(stages) + 1) + "|",
+            *(f"| {name} | {' | '.join(outcomes)} |" for name, outcomes in cells.items()),
+            "",
+            "## What the refusals say",
+            "",
+            "| | the message matches |",
+            "|---|---|",
+            *(
+                f"| {name} | {'; '.join(f'`{message}`' for message in messages)} |"
+                for name, messages in refused.items()
+                if messages
+            ),
+            "",
+        ]
+    )
+
+
 PAGES = {
     "configs.md": lambda: configs_page(["ddp", "fsdp2", "megatron_fsdp"]),
     "command-line.md": commands_page,
     "rebuild-matrix.md": rebuilds_page,
+    "megatron-fsdp-support.md": support_page,
 }
 
 
