@@ -11,15 +11,20 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from polyshard_megatron_fsdp._megatron import MegatronFSDP
 from polyshard_megatron_fsdp._wheel import LAST_TESTED, require_wheel, warn_once
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["mend_model", "mend_modules", "without_first_step"]
+__all__ = ["mend_model", "mend_modules", "run_module", "without_first_step"]
+
+#: Whether the wheel's forward calls the module that it wraps, as it does from 0.6.0 on.
+_CALLS_MODULE = require_wheel() >= Version("0.6.0")
 
 _mended = False
 
@@ -148,6 +153,19 @@ def _renew_gradient_views(model: Any) -> None:
         update_main_grads()
 
     buffer.update_main_grads = update
+
+
+def run_module(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the module that a model wraps.
+
+    Before 0.6.0 the wheel calls the module's ``forward``, past the module's hooks, its own among
+    them: the backward then begins for it where it reaches the module that was registered last, and
+    gradients from before are lost.
+    """
+    if _CALLS_MODULE:
+        return MegatronFSDP.forward(model, *args, **kwargs)
+    model._replace_param_with_raw_if_needed()
+    return model.module(*args, **kwargs)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from polyshard.parameter_guard import ParameterGuard
 from polyshard.rebuilding import Place, places_of
 from polyshard_megatron_fsdp._layout import local_of, original_of
 from polyshard_megatron_fsdp._megatron import MegatronFSDP
+from polyshard_megatron_fsdp._mends import run_module
 from polyshard_megatron_fsdp._mesh import Topology
 from polyshard_megatron_fsdp._wheel import WHO
 from polyshard_megatron_fsdp.config import MegatronFSDPConfig
@@ -90,7 +91,7 @@ class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not type
         """Run the module; without gradients the parameters are back in place afterwards."""
         if self.record.exposed:
             self._take_values()
-        output = super().forward(*args, **kwargs)
+        output = run_module(self, *args, **kwargs)
         if not torch.is_grad_enabled():
             # No backward will put them back, and the raw ones may have no storage.
             self.show_distributed()
