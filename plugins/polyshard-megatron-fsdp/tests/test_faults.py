@@ -24,7 +24,13 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from polyshard import accumulate, clip_grad_norm, parallelize
 from polyshard.conformance.failures import RanksFailed
-from polyshard.conformance.models import Block, build_model, global_batch, loss_of
+from polyshard.conformance.models import (
+    Block,
+    ModelWithAdapter,
+    build_model,
+    global_batch,
+    loss_of,
+)
 from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import UnsupportedError
 from polyshard_megatron_fsdp import MegatronFSDPConfig, fully_shard_optimizer
@@ -225,6 +231,26 @@ def reduced_twice(subject: Subject) -> float:
     return abs(gradient_sum(model) / plain_gradient_sum() - 1.0)
 
 
+class AnswersInDict(ModelWithAdapter):
+    """A model whose output is no tensor."""
+
+    def forward(self, tokens: Tensor, **others: Any) -> Any:
+        return {"logits": super().forward(tokens, **others)}
+
+
+def output_is_a_dict(subject: Subject) -> float:
+    """The relative error of the gradients of a model that returns a dict."""
+    module = AnswersInDict()
+    module.load_state_dict(build_model("adapter").state_dict())
+    model = subject.wrap(module, 3)
+
+    def logits_of(tokens: Tensor, **others: Any) -> Tensor:
+        return model(tokens, **others)["logits"]
+
+    loss_of(logits_of, share(global_batch(0))).backward()
+    return abs(gradient_sum(model) / plain_gradient_sum("adapter") - 1.0)
+
+
 def last_module_is_used_first(subject: Subject) -> float:
     """The relative error of the gradients of a model whose last module is not used last."""
     model = subject.wrap(build_model("adapter"), 3)
@@ -278,6 +304,7 @@ FAULTS_OF_TWO: dict[str, tuple[Callable[[Subject], float], float]] = {
     "raw parameters show after an evaluation": (parameters_after_evaluation, 1.0),
     "unused parameters move": (unused_parameter, 1e-4),
     "gradients are reduced twice without overlap": (reduced_twice, 1e-2),
+    "gradients are lost unless the output is a tensor": (output_is_a_dict, 1e-3),
     "gradients are lost unless the last module is used last": (last_module_is_used_first, 1e-3),
     "a replaced parameter never trains": (new_parameter, 1.0),
     "an optimizer that is not sharded trains nothing": (optimizer_not_sharded, 1.0),

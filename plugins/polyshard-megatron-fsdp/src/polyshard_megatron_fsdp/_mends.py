@@ -48,6 +48,7 @@ def mend_model(model: Any) -> None:
     if _is_known():
         _scale_outer_gradients(model)
         _renew_gradient_views(model)
+        _begin_each_backward(model)
 
 
 def _is_known() -> bool:
@@ -155,12 +156,29 @@ def _renew_gradient_views(model: Any) -> None:
     buffer.update_main_grads = update
 
 
+def _begin_each_backward(model: Any) -> None:
+    """Let the first gradient of a backward tell the wheel that there is one.
+
+    The wheel waits for the gradient of an output that is a tensor or a tuple of tensors. Of a dict,
+    say, it hears only when the backward comes to the module that was registered last, and forgets
+    the gradients from before.
+    """
+    begin = model.pre_backward.func
+
+    def before_gradient(_: Tensor) -> None:
+        if not model._root_pre_backward_hook_issued:
+            begin(model.module)
+
+    for parameter in model.param_and_grad_buffer.params:
+        if parameter.requires_grad:
+            parameter.register_hook(before_gradient)
+
+
 def run_module(model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the module that a model wraps.
 
-    Before 0.6.0 the wheel calls the module's ``forward``, past the module's hooks, its own among
-    them: the backward then begins for it where it reaches the module that was registered last, and
-    gradients from before are lost.
+    Before 0.6.0 the wheel calls the module's ``forward``, past the hooks of the module: those of a
+    script, and its own, which gathers what the module itself owns and begins the backward.
     """
     if _CALLS_MODULE:
         return MegatronFSDP.forward(model, *args, **kwargs)
