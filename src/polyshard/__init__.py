@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from polyshard.config import DistributedConfig as DistributedConfig
+    from polyshard.context_parallelism import context_parallel as context_parallel
     from polyshard.discovery import StrategyInfo as StrategyInfo
     from polyshard.exceptions import PolyshardError as PolyshardError
     from polyshard.hookspecs import hookimpl as hookimpl
@@ -50,6 +51,7 @@ _HOMES = {
     "accumulate": "polyshard.lifecycle",
     "available_strategies": "polyshard.registry",
     "clip_grad_norm": "polyshard.lifecycle",
+    "context_parallel": "polyshard.context_parallelism",
     "full_state_dict": "polyshard.lifecycle",
     "hookimpl": "polyshard.hookspecs",
     "maybe_shard_optimizer": "polyshard.lifecycle",

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from polyshard.context_parallelism import AttentionMethod
+
 __all__ = ["DistributedSetup", "check_parallelism"]
 
 ActivationCheckpointing = bool | Literal["full", "selective"]
@@ -130,6 +132,23 @@ class DistributedSetup:
         from polyshard.lifecycle import accumulate
 
         return accumulate(model, self.config, last=last)
+
+    def context_parallel(
+        self,
+        *,
+        buffers: Sequence[Tensor],
+        seq_dims: Sequence[int],
+        attention: AttentionMethod | None = None,
+    ) -> AbstractContextManager[None]:
+        """Cut sequences to this rank's part for a microbatch; see ``polyshard.context_parallel``.
+
+        Where there is no context parallelism it does nothing.
+        """
+        from polyshard.context_parallelism import context_parallel
+
+        return context_parallel(
+            self.mesh_context, buffers=buffers, seq_dims=seq_dims, attention=attention
+        )
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:
         """Clip the gradients by their global norm; see ``polyshard.clip_grad_norm``."""

@@ -1,0 +1,391 @@
+"""Attention over sequence shards is attention over the sequence, forward and backward."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import scaled_dot_product_attention as imported_attention
+from torch.optim import SGD
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+from polyshard import DistributedSetup, MeshContext, ParallelismSizes, context_parallel
+from polyshard.conformance.pool import RankPool
+from polyshard.context_parallelism import AttentionMethod
+from polyshard.exceptions import ConfigError, MeshError, PolyshardError
+
+BATCH, HEADS, LENGTH, SIZE = 2, 4, 8, 3
+
+two_ranks = pytest.mark.world_size(2)
+
+
+def context() -> MeshContext:
+    return MeshContext.build(ParallelismSizes(cp_size=dist.get_world_size()))
+
+
+def sequence(seed: int, heads: int = HEADS, length: int = LENGTH) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(BATCH, heads, length, SIZE, generator=generator)
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+# Attention
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"is_causal": True, "scale": 0.1},
+        {"is_causal": True, "enable_gqa": True},
+        {"enable_gqa": True},
+    ],
+    ids=str,
+)
+def test_attention_is_that_of_the_whole_sequence(ranks: RankPool, options: dict[str, Any]) -> None:
+    for differences in ranks.run(attend, options):
+        assert max(differences) < 1e-6
+
+
+def attend(options: dict[str, Any]) -> list[float]:
+    """Return how much output and gradients differ from those of the whole sequence."""
+    heads = 2 if options.get("enable_gqa") else HEADS
+    whole = [sequence(seed, n).requires_grad_() for seed, n in enumerate((HEADS, heads, heads))]
+    expected = F.scaled_dot_product_attention(*whole, **options)
+    weights = sequence(9)
+    (expected * weights).sum().backward()
+    parts = [tensor.detach().clone() for tensor in (*whole, weights)]
+    with context_parallel(context(), buffers=parts, seq_dims=[2] * 4):
+        query, key, value = (part.requires_grad_() for part in parts[:3])
+        output = imported_attention(query, key, value, **options)
+        (output * parts[3]).sum().backward()
+        gradients = [part.grad for part in (query, key, value)]
+        for part in parts:
+            part.requires_grad_(False)
+    results = [(output, expected), *zip(gradients, (t.grad for t in whole), strict=True)]
+    return [difference(mine, rows(other, 2)) for mine, other in results]
+
+
+def rows(tensor: Any, dim: int) -> Tensor:
+    own: Tensor = tensor.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+    return own
+
+
+@two_ranks
+@pytest.mark.parametrize("cut", ["queries alone", "keys too"])
+def test_attention_to_another_sequence(ranks: RankPool, cut: str) -> None:
+    """Its keys may be cut, or the same on all ranks."""
+    assert max(ranks.run(attend_to_another, cut)) < 1e-6
+
+
+def attend_to_another(cut: str) -> float:
+    query, key, value = sequence(0), sequence(1, length=12), sequence(2, length=12)
+    expected = rows(F.scaled_dot_product_attention(query, key, value), 2)
+    buffers = [query] if cut == "queries alone" else [query, key, value]
+    with context_parallel(context(), buffers=buffers, seq_dims=[2] * len(buffers)):
+        return difference(F.scaled_dot_product_attention(query, key, value), expected)
+
+
+@two_ranks
+@pytest.mark.parametrize("rows_of_mask", [LENGTH, 1])
+def test_a_mask_over_the_whole_sequence(ranks: RankPool, rows_of_mask: int) -> None:
+    assert max(ranks.run(attend_masked, rows_of_mask)) < 1e-6
+
+
+def attend_masked(rows_of_mask: int) -> float:
+    mask = torch.rand(BATCH, 1, rows_of_mask, LENGTH, generator=torch.Generator().manual_seed(1))
+    tensors = [sequence(seed) for seed in range(3)]
+    expected = rows(F.scaled_dot_product_attention(*tensors, attn_mask=mask), 2)
+    buffers = [*tensors, mask] if rows_of_mask > 1 else tensors
+    with context_parallel(context(), buffers=buffers, seq_dims=[2] * len(buffers)):
+        return difference(F.scaled_dot_product_attention(*tensors, attn_mask=mask), expected)
+
+
+# Buffers
+
+
+@two_ranks
+def test_buffers_are_cut_and_whole_again(ranks: RankPool) -> None:
+    """Also those that share memory, and when the body raises."""
+    for during, same in ranks.run(cut_and_raise):
+        assert during == [(1, 4), (1, 4), (4, 3)]
+        assert same
+
+
+def cut_and_raise() -> tuple[list[tuple[int, ...]], bool]:
+    tokens, table = torch.arange(9).view(1, 9), torch.randn(8, 3)
+    buffers = [tokens[:, :-1], tokens[:, 1:], table]
+    before = [buffer.clone() for buffer in buffers]
+    during: list[tuple[int, ...]] = []
+    with (
+        suppress(ZeroDivisionError),  # and not the error that attention was never called
+        context_parallel(context(), buffers=buffers, seq_dims=[1, -1, 0]),
+    ):
+        during += [tuple(buffer.shape) for buffer in buffers]
+        assert torch.equal(buffers[0], rows(before[0], 1))
+        raise ZeroDivisionError
+    same = all(torch.equal(b, o) for b, o in zip(buffers, before, strict=True))
+    return during, same and buffers[0].data_ptr() == tokens.data_ptr()
+
+
+@pytest.mark.parametrize("mesh", [None, MeshContext()])
+def test_without_context_parallel_ranks_nothing_is_cut(mesh: MeshContext | None) -> None:
+    tokens = torch.arange(3)
+    with context_parallel(mesh, buffers=[tokens], seq_dims=[0], attention="ring"):
+        assert tokens.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("buffers", "seq_dims", "message"),
+    [
+        ([torch.ones(2)], [0, 0], "found 1 buffers and 2 seq_dims"),
+        ([], [], "found 0 buffers and 0 seq_dims"),
+        ([torch.ones(2), torch.ones(2)], [0, 1], r"seq_dims\[1\] a dimension .* \(2,\), found 1"),
+        ([torch.ones(2)], [-2], r"seq_dims\[0\] a dimension .* found -2"),
+        ([torch.ones(2, requires_grad=True)], [0], r"buffers\[0\] with requires_grad=True"),
+    ],
+)
+def test_buffers_that_cannot_be_cut_are_refused(
+    buffers: list[Tensor], seq_dims: list[int], message: str
+) -> None:
+    with (
+        pytest.raises(ConfigError, match=message),
+        context_parallel(None, buffers=buffers, seq_dims=seq_dims),
+    ):
+        pass
+
+
+# What would be wrong and is refused
+
+
+def of_a_part(query: Tensor) -> None:
+    F.scaled_dot_product_attention(query, query, query, torch.ones(LENGTH // 2, LENGTH // 2))
+
+
+def causal_to_another(query: Tensor) -> None:
+    key = sequence(1, length=12)
+    F.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+
+def of_a_module(query: Tensor) -> None:
+    vectors = query.flatten(0, 1)
+    nn.MultiheadAttention(SIZE, 1, batch_first=True)(vectors, vectors, vectors)
+
+
+def by_hand(query: Tensor) -> None:
+    (query @ query.mT).softmax(-1) @ query
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (of_a_part, "UnsupportedError: .* attn_mask over all 8 keys .* found one over 4"),
+        (causal_to_another, "UnsupportedError: .* found 4 queries and 12 keys on this rank"),
+        (of_a_module, "UnsupportedError: .* found torch.nn.MultiheadAttention"),
+        (by_hand, "ModelError: .* found no call; .*attn_implementation='sdpa'"),
+    ],
+)
+def test_attention_of_a_part_is_refused(
+    ranks: RankPool, attention: Callable[[Tensor], None], message: str
+) -> None:
+    for found in ranks.run(error_of, attention, LENGTH, None):
+        assert re.search(message, found)
+
+
+@two_ranks
+@pytest.mark.parametrize(
+    ("length", "method", "message"),
+    [
+        (
+            7,
+            None,
+            r"MeshError: .* the 2 .* ranks can cut .* found 7 in dimension 2 of buffers",
+        ),
+        (
+            8,
+            "ring",
+            "UnsupportedError: .* CUDA devices for attention='ring', found 'cpu'",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    ranks: RankPool, length: int, method: AttentionMethod | None, message: str
+) -> None:
+    for found in ranks.run(error_of, by_hand, length, method):
+        assert re.search(message, found)
+
+
+def error_of(
+    attention: Callable[[Tensor], None], length: int, method: AttentionMethod | None
+) -> str:
+    query = sequence(0, length=length)
+    try:
+        with context_parallel(context(), buffers=[query], seq_dims=[2], attention=method):
+            attention(query)
+    except PolyshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@two_ranks
+def test_a_mesh_without_names_is_refused(ranks: RankPool) -> None:
+    for message in ranks.run(error_of_nameless_mesh):
+        assert "expected a mesh whose dimensions have names" in message
+
+
+def error_of_nameless_mesh() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        with context_parallel(mesh, buffers=[torch.ones(2)], seq_dims=[0]):
+            return "no error"
+    except MeshError as error:
+        return str(error)
+
+
+@two_ranks
+@pytest.mark.parametrize("needs", ["buffer", "recomputation"])
+def test_a_backward_outside_is_never_silent(ranks: RankPool, needs: str) -> None:
+    message = {"buffer": "modified by an inplace operation", "recomputation": "recomputed"}[needs]
+    for found in ranks.run(backward_outside, needs):
+        assert message in found.lower()
+
+
+def backward_outside(needs: str) -> str:
+    buffer = sequence(0)
+    vectors = torch.ones_like(rows(buffer, 2), requires_grad=True)
+    with context_parallel(context(), buffers=[buffer], seq_dims=[2]):
+        loss = checkpoint(imported_attention, *[vectors] * 3, use_reentrant=False).sum()
+        if needs == "buffer":
+            loss = (vectors * buffer).sum()
+    try:
+        loss.backward()
+    except (RuntimeError, CheckpointError) as error:
+        return str(error)
+    return "no error"
+
+
+# Training
+
+
+class Case(NamedTuple):
+    """How a model is trained; the options are of the strategy."""
+
+    strategy: str
+    options: Mapping[str, Any]
+    microbatches: int = 2
+
+
+CASES = [
+    Case("fsdp2", {"mp_policy": None}),
+    Case("fsdp2", {"mp_policy": None, "activation_checkpointing": "full"}),
+    Case("fsdp2", {"mp_policy": None, "activation_checkpointing": "selective"}),
+    Case("megatron_fsdp", {}),
+    Case("megatron_fsdp", {"activation_checkpointing": True}),
+]
+STEPS, SEQUENCES, VOCABULARY = 3, 4, 64
+
+
+@pytest.mark.world_size(2, 4)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.strategy(case.strategy)) for case in CASES],
+    ids=lambda case: f"{case.strategy} {case.options.get('activation_checkpointing', '')}",
+)
+def test_training_is_that_on_whole_sequences(ranks: RankPool, case: Case) -> None:
+    expected, expected_weights = train_plain(case.microbatches)
+    for found, weights in ranks.run(train, case):
+        assert found == pytest.approx(expected, rel=1e-6)
+        for name, value in expected_weights.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
+
+
+def train(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """Train Llama on two context-parallel ranks; the others are data-parallel."""
+    setup = DistributedSetup.build({"strategy": case.strategy, **case.options}, {"cp_size": 2})
+    model, _ = setup.parallelize(llama())
+    optimizer = setup.shard_optimizer(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
+    data = setup.mesh_context.submesh("dp")
+    assert data is not None
+    found = []
+    for number in range(STEPS):
+        share = batch(number).chunk(data.size())[data.get_local_rank()]
+        loss = torch.zeros((), dtype=torch.float64)
+        for index, tokens in enumerate(share.chunk(case.microbatches)):
+            buffers = [tokens[:, :-1], tokens[:, 1:], positions(tokens)]
+            last = index + 1 == case.microbatches
+            with (
+                setup.accumulate(model, last=last),
+                setup.context_parallel(buffers=buffers, seq_dims=[1] * 3),
+            ):
+                part = loss_of(model, *buffers) / case.microbatches
+                part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss)
+        found += [loss.item() / dist.get_world_size(), setup.clip_grad_norm(model, 0.5)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, setup.full_state_dict(model)
+
+
+@cache
+def train_plain(microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train Llama on whole sequences; return losses and norms in turn, and the weights."""
+    model = llama()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    found = []
+    for number in range(STEPS):
+        tokens = batch(number)
+        loss = loss_of(model, tokens[:, :-1], tokens[:, 1:], positions(tokens))
+        loss.backward()
+        found += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def llama() -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
+def batch(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
+
+
+def positions(tokens: Tensor) -> Tensor:
+    return torch.arange(LENGTH).expand(len(tokens), LENGTH)
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, places: Tensor) -> Tensor:
+    logits = model(inputs, position_ids=places).logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
