@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 from polyshard.exceptions import ModelError
-from polyshard.placement import mesh_device, require_materialized, require_parameters
+from polyshard.placement import (
+    mesh_device,
+    require_dimensions,
+    require_materialized,
+    require_parameters,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +25,14 @@ def test_a_model_with_nothing_to_distribute_is_refused(model: nn.Module, trainab
 
 def test_frozen_parameters_are_parameters() -> None:
     require_parameters(nn.Linear(2, 2).requires_grad_(False), "acme", trainable=False)
+
+
+def test_a_scalar_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2)
+    require_dimensions(model, "acme")
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(ModelError, match=r"strategy 'acme': .* found the scalar 'scale'"):
+        require_dimensions(model, "acme")
 
 
 def test_a_model_without_values_is_refused_by_name() -> None:

@@ -13,7 +13,13 @@ from polyshard.mesh import MeshAxisName
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["axis_sizes", "mesh_device", "require_materialized", "require_parameters"]
+__all__ = [
+    "axis_sizes",
+    "mesh_device",
+    "require_dimensions",
+    "require_materialized",
+    "require_parameters",
+]
 
 
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
@@ -47,6 +53,20 @@ def require_parameters(model: nn.Module, strategy: str, *, trainable: bool) -> N
             f"strategy {strategy!r}: expected a model with {kind}, found {type(model).__name__} "
             "with none; there is nothing to distribute"
         )
+
+
+def require_dimensions(model: nn.Module, strategy: str) -> None:
+    """Raise if a parameter is a scalar, which cannot be sharded.
+
+    Raises:
+        ModelError: One is; it is named.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise ModelError(
+                f"strategy {strategy!r}: expected parameters of at least one dimension, found the "
+                f"scalar {name!r}; give it the shape (1,)"
+            )
 
 
 def require_materialized(model: nn.Module, strategy: str) -> None:

@@ -251,6 +251,18 @@ def output_is_a_dict(subject: Subject) -> float:
     return abs(gradient_sum(model) / plain_gradient_sum("adapter") - 1.0)
 
 
+def module_of_two_units(subject: Subject) -> float:
+    """The relative error of the gradients of a model whose blocks have a module in common."""
+    plain, model = build_model("plain"), build_model("plain")
+    for each in (plain, model):
+        each.blocks[2].down = each.blocks[0].down
+    wrapped = subject.wrap(model, 2)
+    loss_of(wrapped, share(global_batch(0))).backward()
+    loss_of(plain, global_batch(0)).backward()
+    expected = sum(float(p.grad.abs().sum()) for p in plain.parameters())
+    return abs(gradient_sum(wrapped) / expected - 1.0)
+
+
 def last_module_is_used_first(subject: Subject) -> float:
     """The relative error of the gradients of a model whose last module is not used last."""
     model = subject.wrap(build_model("adapter"), 3)
@@ -304,6 +316,7 @@ FAULTS_OF_TWO: dict[str, tuple[Callable[[Subject], float], float]] = {
     "raw parameters show after an evaluation": (parameters_after_evaluation, 1.0),
     "unused parameters move": (unused_parameter, 1e-4),
     "gradients are reduced twice without overlap": (reduced_twice, 1e-2),
+    "gradients of a module that two units share are lost": (module_of_two_units, 1e-3),
     "gradients are lost unless the output is a tensor": (output_is_a_dict, 1e-3),
     "gradients are lost unless the last module is used last": (last_module_is_used_first, 1e-3),
     "a replaced parameter never trains": (new_parameter, 1.0),

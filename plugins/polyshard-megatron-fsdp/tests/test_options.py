@@ -6,8 +6,9 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from polyshard import clip_grad_norm, full_state_dict, maybe_shard_optimizer, parallelize
 from polyshard.conformance.models import TinyModel, build_model, global_batch, loss_of
@@ -18,7 +19,7 @@ from polyshard.conformance.parity import (
     train_plain,
     train_under,
 )
-from polyshard.exceptions import PolyshardError, UnitError, UnsupportedError
+from polyshard.exceptions import ModelError, PolyshardError, UnitError, UnsupportedError
 from polyshard_megatron_fsdp import MegatronFSDPConfig, _wheel
 
 pytestmark = pytest.mark.world_size(2)
@@ -207,3 +208,27 @@ def train_without_blocks(stage: int) -> float:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_model_without_blocks_is_one_unit(ranks, stage):
     assert max(ranks.run(train_without_blocks, stage)) < 1e-6
+
+
+def refusal_of_parameter(parameter: Tensor) -> str:
+    model = build_model("plain")
+    model.extra = nn.Parameter(parameter, requires_grad=False)
+    try:
+        parallelize(model, MegatronFSDPConfig())
+    except ModelError as error:
+        return str(error)
+    raise AssertionError("expected the parameter to be refused")
+
+
+@pytest.mark.parametrize(
+    ("parameter", "expected"),
+    [
+        (torch.tensor(1.0), "found the scalar 'extra'; give it the shape (1,)"),
+        (torch.ones(4).double(), "found 'extra' of torch.float64; cast it before parallelize"),
+        (torch.ones(4, dtype=torch.int8), "found 'extra' of torch.int8"),
+    ],
+    ids=["scalar", "float64", "int8"],
+)
+def test_parameters_that_cannot_be_sharded_are_refused_by_name(ranks, parameter, expected):
+    for message in ranks.run(refusal_of_parameter, parameter):
+        assert expected in message

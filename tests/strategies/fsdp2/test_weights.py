@@ -82,6 +82,10 @@ def _tie_blocks(model: TinyModel) -> None:
     model.blocks[2].down.weight = model.blocks[0].down.weight
 
 
+def _share_a_module(model: TinyModel) -> None:
+    model.blocks[2].down = model.blocks[0].down
+
+
 def _tie_inside_a_block(model: TinyModel) -> None:
     model.blocks[1].other = model.blocks[1].up
 
@@ -90,6 +94,7 @@ TIES: dict[str, tuple[Callable[[TinyModel], None], list[str]]] = {
     "ends": (_tie_ends, ["blocks.0", "blocks.1", "blocks.2"]),
     "block and head": (_tie_block_and_head, ["blocks.0", "blocks.2"]),
     "blocks": (_tie_blocks, ["blocks.1"]),
+    "a module of two": (_share_a_module, ["blocks.1"]),
     "inside a block": (_tie_inside_a_block, ["blocks.0", "blocks.1", "blocks.2"]),
 }
 
@@ -101,7 +106,7 @@ def test_a_unit_with_a_tie_to_the_outside_goes_with_the_root(tie: str) -> None:
     assert list(separable_units(model, find_units(model))) == TIES[tie][1]
 
 
-@pytest.mark.parametrize("tie", ["blocks", "inside a block"])
+@pytest.mark.parametrize("tie", ["blocks", "a module of two", "inside a block"])
 def test_tied_units_train_like_one_process(ranks: RankPool, tie: str) -> None:
     for difference, tied in ranks.run(train_tied, tie):
         assert difference < 1e-6

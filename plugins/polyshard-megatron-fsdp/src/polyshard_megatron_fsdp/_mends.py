@@ -6,6 +6,7 @@ is. ``docs/explanation/megatron-fsdp-faults.md`` has the size of each fault and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -15,6 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from polyshard_megatron_fsdp._layout import original_of
 from polyshard_megatron_fsdp._megatron import MegatronFSDP
 from polyshard_megatron_fsdp._wheel import LAST_TESTED, require_wheel, warn_once
 
@@ -49,6 +51,7 @@ def mend_model(model: Any) -> None:
         _scale_outer_gradients(model)
         _renew_gradient_views(model)
         _begin_each_backward(model)
+        _mark_what_units_share(model)
 
 
 def _is_known() -> bool:
@@ -172,6 +175,19 @@ def _begin_each_backward(model: Any) -> None:
     for parameter in model.param_and_grad_buffer.params:
         if parameter.requires_grad:
             parameter.register_hook(before_gradient)
+
+
+def _mark_what_units_share(model: Any) -> None:
+    """Let the gradients of a module that several units share wait for the end of a backward.
+
+    The wheel marks parameters that are shared between modules, not those of a module that is itself
+    shared: each of its units takes the gradient, and the second finds none and puts zeros there.
+    """
+    units = [m for m in model.module.modules() if isinstance(m, tuple(model.fsdp_unit_modules))]
+    owners = Counter(parameter for unit in units for parameter in unit.parameters())
+    for parameter, count in owners.items():
+        if count > 1:
+            original_of(parameter)._is_shared = True  # type: ignore[attr-defined]
 
 
 def run_module(model: Any, *args: Any, **kwargs: Any) -> Any:

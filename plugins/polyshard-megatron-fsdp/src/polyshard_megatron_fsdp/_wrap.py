@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,10 +14,10 @@ from torch.optim import Optimizer
 
 from polyshard import optimizers
 from polyshard.activation_checkpointing import checkpoint_units
-from polyshard.exceptions import UnsupportedError
+from polyshard.exceptions import ModelError, UnsupportedError
 from polyshard.optimizers import record_names
 from polyshard.parameter_guard import ParameterGuard
-from polyshard.placement import mesh_device, require_parameters
+from polyshard.placement import mesh_device, require_dimensions, require_parameters
 from polyshard.rebuilding import attributes_of, restore_attributes
 from polyshard.tensor_parallel import apply_plan, module_plan
 from polyshard.units import UnitReport, find_units
@@ -35,6 +36,9 @@ from polyshard_megatron_fsdp._wheel import WHO, logger, warn_once
 from polyshard_megatron_fsdp.config import MegatronFSDPConfig
 
 __all__ = ["parallelize"]
+
+#: The dtypes for which the wheel has buffers.
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def parallelize(
@@ -149,6 +153,13 @@ def _check_model(model: nn.Module) -> None:
             f"{type(model).__name__}, which Megatron-FSDP has wrapped; build a new one"
         )
     require_parameters(model, "megatron_fsdp", trainable=False)
+    require_dimensions(model, "megatron_fsdp")
+    for name, parameter in model.named_parameters():
+        if parameter.dtype not in _DTYPES:
+            raise ModelError(
+                f"{WHO}: expected parameters of {', '.join(map(str, _DTYPES))}, which the wheel "
+                f"can gather, found {name!r} of {parameter.dtype}; cast it before parallelize"
+            )
 
 
 def _names_held(optimizer: Optimizer | None, model: nn.Module) -> Mapping[Tensor, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from polyshard.exceptions import ModelError
-from polyshard.placement import mesh_device
+from polyshard.placement import mesh_device, require_dimensions
 from polyshard.rebuilding import places_of
 
 if TYPE_CHECKING:
@@ -30,12 +31,8 @@ def check_tensors(model: nn.Module) -> None:
         ModelError: A parameter is a scalar or not contiguous, or a buffer that no checkpoint
             holds is on the meta device.
     """
+    require_dimensions(model, "fsdp2")
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
-            raise ModelError(
-                "strategy 'fsdp2': expected parameters of at least one dimension, found the "
-                f"scalar {name!r}; give it the shape (1,)"
-            )
         if not parameter.is_contiguous():
             raise ModelError(
                 f"strategy 'fsdp2': expected contiguous parameters, found {name!r} with the "
@@ -52,16 +49,17 @@ def check_tensors(model: nn.Module) -> None:
 
 
 def separable_units(model: nn.Module, units: UnitReport) -> dict[str, nn.Module]:
-    """Return the units that share no parameter with a module outside of them.
+    """Return the units that share no parameter, nor a module that has one, with what is outside.
 
     A parameter belongs to one group, whichever modules it is registered in. The units that share
     one with others are left to the group of the root, which holds all that is left over.
     """
+    owners = Counter(p for unit in units.modules.values() for p in unit.parameters())
     holders = {p: {place.module for place in places} for p, places in places_of(model).items()}
     separable = {
         name: unit
         for name, unit in units.modules.items()
-        if all(holders[p] <= set(unit.modules()) for p in unit.parameters())
+        if all(owners[p] == 1 and holders[p] <= set(unit.modules()) for p in unit.parameters())
     }
     for name in units.modules.keys() - separable.keys():
         _logger.info("%s shares a parameter with another module and is sharded with the root", name)
