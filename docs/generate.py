@@ -13,8 +13,8 @@ import click
 
 from polyshard import DistributedConfig, MixedPrecision, ParallelismSizes
 from polyshard.cli.app import polyshard as command_group
+from polyshard.conformance.changes import CHANGES
 from polyshard.conformance.rebuild_suite import RebuildConformance
-from polyshard.conformance.rebuilds import CHANGES
 from polyshard.registry import default_registry
 from polyshard.schema import describe_class
 
@@ -111,16 +111,22 @@ REBUILDS_HEAD = """\
 What a script may do inside `with polyshard.rebuild(model, config):`, and what comes of it on
 several ranks. ✓ means that training goes on as it would in one plain process from the new values,
 the first forward included, whether the optimizer was built before or after, losses and weights
-to 1e-6. Everything else is refused by a `RebuildError`, which puts the old values and Parameters
-back, but no module that was replaced and nothing that was written over in place. On one rank only
-those changes are refused that no strategy takes.
+to 1e-6, and that what was set on a Parameter is still there. Everything else is refused by a
+`RebuildError`, which puts the old modules, Parameters and values back, but nothing that was written
+over in place. On one rank only those changes are refused that no strategy takes.
 
-Outside of `rebuild`, what replaces, adds, removes or casts parameters is refused at the next
-forward, or trains right all the same.
+Outside of `rebuild` the same changes are refused at the next forward, or train right all the same.
+Only what one rank does alone to its own values goes unnoticed there.
 
-Each cell is a test, at 1, 2 and 4 ranks: `tests/rebuild/test_matrix.py` and
+— is what torch does itself, by its own assumption of even shards: with
+`set_model_state_dict(broadcast_from_rank0=True)` it fails on the ranks where the assumption is
+wrong, while the others wait for them. Let rank 0 send what it has by
+`torch.distributed.broadcast_object_list`, and call `load_state_dict` on every rank.
+
+Each cell is a test, at 1, 2 and 4 ranks (on one rank Megatron-FSDP wraps nothing, and is tested
+under stage 3 alone): `tests/rebuild/test_matrix.py` and
 `plugins/polyshard-megatron-fsdp/tests/test_rebuild_matrix.py`, from which `docs/generate.py` writes
-this page.
+this page. There a few of the changes are tried under replicas and context parallelism, too.
 """
 
 REBUILD_TESTS = (
@@ -137,7 +143,7 @@ def rebuilds_page() -> str:
         f"| {change.summary} | {' | '.join(outcome(test, name) for test in tests)} |"
         for name, change in CHANGES.items()
     ]
-    refused = [name for name in CHANGES if any(test.refuses(name, 2) for test in tests)]
+    refused = [name for name in CHANGES if "refused" in [outcome(test, name) for test in tests]]
     return "\n".join(
         [
             REBUILDS_HEAD,
@@ -156,8 +162,10 @@ def rebuilds_page() -> str:
 
 
 def rebuild_tests(file: Path) -> list[type[RebuildConformance]]:
+    """Return the test classes of a file that are about a strategy, not a layout of it."""
     found = runpy.run_path(str(file)).values()
-    return [cls for cls in found if isinstance(cls, type) and "config" in vars(cls)]
+    classes = [cls for cls in found if isinstance(cls, type) and "config" in vars(cls)]
+    return [cls for cls in classes if cls.sizes is None]
 
 
 def title_of(config: DistributedConfig) -> str:
@@ -166,11 +174,13 @@ def title_of(config: DistributedConfig) -> str:
 
 
 def outcome(test: type[RebuildConformance], change: str) -> str:
+    if change not in test.changes:
+        return "—"
     return "refused" if test.refuses(change, world_size=2) else "✓"
 
 
 def messages(tests: list[type[RebuildConformance]], change: str) -> str:
-    found = dict.fromkeys(t.refusals[change] for t in tests if t.refuses(change, world_size=2))
+    found = dict.fromkeys(t.refusals[change] for t in tests if outcome(t, change) == "refused")
     return "; ".join(f"`{message}`" for message in found)
 
 

@@ -97,17 +97,9 @@ def _same(one: tuple[object, ...], other: tuple[object, ...]) -> bool:
     )
 
 
-def remember_replaced(before: Mapping[str, nn.Parameter], model: nn.Module) -> None:
-    """Remember which parameters were replaced, so that no optimizer steps them unnoticed.
-
-    Args:
-        before: The parameters of the model as the user left it.
-        model: The model that the strategy trains.
-    """
-    kept = {id(parameter) for parameter in model.parameters()}
-    for name, parameter in before.items():
-        if id(parameter) not in kept:
-            _replaced[parameter] = name
+def remember_replaced(parameter: nn.Parameter, name: str) -> None:
+    """Remember that a parameter was replaced, so that no optimizer steps it unnoticed."""
+    _replaced[parameter] = name
     _watch_optimizers()
 
 

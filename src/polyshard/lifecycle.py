@@ -98,7 +98,10 @@ def parallelize(
             "parallelize", config, model=model, mesh=mesh, optimizer=optimizer
         )
         wrapped, bound = _checked_result(result, config, optimizer)
-    guards.remember_replaced(before, wrapped)
+    kept = set(wrapped.parameters())
+    for name, parameter in before.items():
+        if parameter not in kept:
+            guards.remember_replaced(parameter, name)
     _parallelized[model] = _parallelized[wrapped] = _Parallelized(config, members)
     if bound is not None:
         _ready_optimizers.add(bound)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from operator import is_
-from typing import Any, TypeGuard
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -29,12 +29,18 @@ class ParameterGuard:
         model: The user's own root module, on which state dicts are loaded.
         called: The module that is called to train; ``ParameterGuard.of`` finds the guard by it.
         loads: Whether to look at what is loaded, too.
+
+    Attributes:
+        settles_training: Whether the strategy settles at the wrap which parameters are trained, so
+            that none may be frozen or unfrozen later.
     """
+
+    settles_training: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, called: nn.Module, *, loads: bool = True) -> None:
         self.in_rebuild = False
         self.model = model
-        self._remember()
+        self.remember()
         if loads:
             loading: Any = model  # the two methods have no annotations
             loading.register_load_state_dict_pre_hook(self.before_load)
@@ -42,8 +48,12 @@ class ParameterGuard:
         called.register_forward_pre_hook(self.before_forward, prepend=True)
         called.__dict__[_ATTRIBUTE] = self
 
-    def _remember(self) -> None:
-        self.expected = [(place, p, p.dtype) for place, p in _all_places(self.model)]
+    def remember(self) -> None:
+        """Take what the model holds now for what it must hold."""
+        self.expected = [
+            (place, p, p.dtype, p.requires_grad if self.settles_training else None)
+            for place, p in _all_places(self.model)
+        ]
         self.modules = list(self.model.modules())
         self.parts = self._present_parts()
 
@@ -76,22 +86,29 @@ class ParameterGuard:
         return (
             len(present) == len(self.parts)
             and all(map(is_, present, self.parts))
-            and all(parameter.dtype is dtype for _, parameter, dtype in self.expected)
+            and all(
+                parameter.dtype is dtype and trained in (None, parameter.requires_grad)
+                for _, parameter, dtype, trained in self.expected
+            )
         )
 
     def _check_places(self) -> None:
-        for place, parameter, dtype in self.expected:
+        for place, parameter, dtype, trained in self.expected:
             present = place.get()
-            if present is parameter:
-                if parameter.dtype is not dtype:
-                    raise RebuildError(
-                        f"expected {place.name!r} to be of {dtype}, as at parallelize, found "
-                        f"{parameter.dtype}; cast before parallelize, or {_CURE}"
-                    )
-            elif not self.is_own(place, present):
+            if present is not parameter and not self.is_own(place, present):
                 raise RebuildError(
                     f"expected {place.name!r} to be the parameter of parallelize, found another "
                     f"in its place, which would not be trained right; {_CURE}"
+                )
+            if present is parameter and parameter.dtype is not dtype:
+                raise RebuildError(
+                    f"expected {place.name!r} to be of {dtype}, as at parallelize, found "
+                    f"{parameter.dtype}; cast before parallelize, or {_CURE}"
+                )
+            if trained not in (None, parameter.requires_grad):
+                raise RebuildError(
+                    f"expected requires_grad={trained} for {place.name!r}, as at parallelize, "
+                    f"found {not trained}; choose what is trained before parallelize, or {_CURE}"
                 )
 
     def _refuse_strangers(self) -> None:
@@ -128,8 +145,8 @@ class ParameterGuard:
 
     def after_load(self, _: nn.Module, _incompatible: Any) -> None:
         """Take what an assigning load has put in place of parameters without values."""
-        if any(parameter.is_meta for _, parameter, _ in self.expected):
-            self._remember()
+        if any(parameter.is_meta for _, parameter, *_ in self.expected):
+            self.remember()
 
 
 def _all_places(model: nn.Module) -> list[tuple[Place, nn.Parameter]]:

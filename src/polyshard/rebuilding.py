@@ -15,10 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.exceptions import RebuildError
-from polyshard.guards import parameters_of, remember_replaced
+from polyshard.guards import remember_replaced
 from polyshard.optimizers import own_name, shard_like
 
-__all__ = ["ParameterSnapshot", "Place", "attributes_of", "places_of", "restore_attributes"]
+__all__ = [
+    "ParameterSnapshot",
+    "Place",
+    "Remembered",
+    "attributes_of",
+    "places_of",
+    "restore_attributes",
+]
 
 
 @frozen(eq=False)
@@ -67,38 +74,92 @@ def restore_attributes(model: nn.Module, attributes: dict[str, dict[str, Any]]) 
 
 
 @frozen(eq=False)
-class _Remembered:
-    """A parameter before the rebuild; ``data`` shares its storage."""
+class Remembered:
+    """A parameter before the rebuild.
+
+    Attributes:
+        parameter: The object.
+        places: Where it was registered.
+        data: What was inside of it; it shares the storage.
+        requires_grad: Whether it was trained.
+        gradient: Its gradient, the object and what was inside of it; None if it had none.
+        attributes: What was set on it.
+    """
 
     parameter: nn.Parameter
     places: list[Place]
     data: Tensor
     requires_grad: bool
+    gradient: tuple[Tensor, Tensor] | None
     attributes: dict[str, Any]
+
+    @classmethod
+    def take(cls, parameter: nn.Parameter, places: list[Place]) -> Self:
+        """Remember a parameter as it is."""
+        gradient = parameter.grad
+        return cls(
+            parameter,
+            places,
+            parameter.detach(),
+            parameter.requires_grad,
+            None if gradient is None else (gradient, gradient.detach()),
+            dict(vars(parameter)),
+        )
 
     @property
     def names(self) -> str:
+        """Its names, for a message."""
         return " and ".join(repr(place.name) for place in self.places)
+
+    def found(self) -> list[nn.Parameter]:
+        """Return what its places hold now, each parameter once."""
+        present = dict.fromkeys(place.get() for place in self.places)
+        return [parameter for parameter in present if parameter is not None]
+
+    def put_back(self) -> None:
+        """Register the object in all its places, with what was inside of it and its attributes.
+
+        Attributes that its successors have are kept, ``requires_grad`` is theirs.
+        """
+        parameter = self.parameter
+        for successor in self.found():
+            if successor is not parameter:
+                vars(parameter).update(vars(successor))
+                parameter.requires_grad_(successor.requires_grad)
+        for place in self.places:
+            place.put(parameter)
+        gradient, parameter.grad = parameter.grad, None
+        if self.gradient is not None and gradient is self.gradient[0]:
+            _put_inside(*self.gradient)
+        if not self.data.is_meta:
+            _put_inside(parameter, self.data)
+        if gradient is not None:
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)
+        self.restore_attributes()
+
+    def restore_attributes(self) -> None:
+        """Set on the object what it lacks of what was set on it; a cast takes it away."""
+        _fill(self.parameter, self.attributes)
 
 
 @frozen(eq=False)
 class ParameterSnapshot:
     """The Parameter objects of a model, to be put back with whatever values they have by then.
 
-    Of buffers, which nothing holds on to, the dtype and the device are kept.
+    Of buffers, which nothing holds on to, the dtype and the device are kept. A strategy whose
+    shards torch cannot cut overrides what is said of a value: its shapes, its part, its retirement.
     """
 
-    remembered: list[_Remembered]
+    remembered: list[Remembered]
+    modules: list[tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, nn.Module | None]]]
     buffers: dict[str, tuple[torch.dtype, torch.device]]
 
     @classmethod
     def take(cls, model: nn.Module) -> Self:
         """Remember every parameter of the model: its object, storage, places and attributes."""
         return cls(
-            [
-                _Remembered(p, places, p.detach(), p.requires_grad, dict(vars(p)))
-                for p, places in places_of(model).items()
-            ],
+            [Remembered.take(p, places) for p, places in places_of(model).items()],
+            [(m, dict(m._parameters), dict(m._modules)) for m in model.modules()],
             {name: (buffer.dtype, buffer.device) for name, buffer in model.named_buffers()},
         )
 
@@ -106,27 +167,49 @@ class ParameterSnapshot:
         """Move the present values into the old objects, and put those back in all their places.
 
         Dtype, device, layout and ties are those of before. Attributes that the new objects have
-        are kept, ``requires_grad`` is theirs, and what they lack comes back. Where this is refused,
-        the old values and objects come back too, but not a module that was replaced.
+        are kept, ``requires_grad`` is theirs, and what they lack comes back.
 
         Raises:
             RebuildError: A parameter was added, removed, resized or tied to another, its module
-                was replaced, or the two ends of a tie have different values.
+                was replaced, or the two ends of a tie have different values. The old modules,
+                objects and values are back then, but for what was written over in place.
         """
-        present = parameters_of(model)
         try:
             self._check_places(model)
-            values = [_present_value(entry) for entry in self.remembered]
+            values = [self._present_value(entry) for entry in self.remembered]
         except RebuildError:
-            for entry in self.remembered:
-                _put_back(entry)
-                entry.parameter.requires_grad_(entry.requires_grad)
+            self._undo()
             raise
+        values = self._apart_from_old(values)
         for entry, value in zip(self.remembered, values, strict=True):
             _take_value(entry, value)
-            _put_back(entry)
+            for new in entry.found():
+                if new is not entry.parameter:
+                    self.retire(new, entry)
+            entry.put_back()
         self._restore_buffers(model)
-        remember_replaced(present, model)
+
+    def _apart_from_old(self, values: list[Tensor]) -> list[Tensor]:
+        """Copy the values that are in the storage of another parameter, which is written over."""
+        locals_ = [_local(entry.data) for entry in self.remembered]
+        storages = {local.untyped_storage().data_ptr() for local in locals_ if local.numel()}
+        return [
+            value.clone()
+            if value.untyped_storage().data_ptr() in storages and not _same_memory(local, value)
+            else value
+            for local, value in zip(locals_, values, strict=True)
+        ]
+
+    def _undo(self) -> None:
+        """Put back modules, objects and values as they were, whatever was done."""
+        for module, parameters, children in self.modules:
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._modules.clear()
+            module._modules.update(children)
+        for entry in self.remembered:
+            entry.put_back()
+            entry.parameter.requires_grad_(entry.requires_grad)
 
     def _restore_buffers(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():
@@ -150,7 +233,7 @@ class ParameterSnapshot:
                 f"expected the parameters of before the rebuild, found others added or removed "
                 f"({changed}); change what a model consists of before parallelize"
             )
-        owners: dict[nn.Parameter, _Remembered] = {}
+        owners: dict[nn.Parameter, Remembered] = {}
         for name, (module, parameter) in present.items():
             entry = expected[name]
             if not any(place.module is module for place in entry.places):
@@ -164,38 +247,53 @@ class ParameterSnapshot:
                     "them tied to one parameter; tie them before parallelize"
                 )
 
+    def _present_value(self, entry: Remembered) -> Tensor:
+        """Return the value that the places of a parameter have now, as this rank's plain tensor."""
+        found = entry.found()
+        for value in found:
+            self.check_value(value, entry)
+        first, *others = [self.local_part(value.detach(), entry) for value in found]
+        if not all(_equal(first, other) for other in others):
+            raise RebuildError(
+                f"expected one value for {entry.names}, which are tied, found different ones; "
+                "assign the same parameter to all of them"
+            )
+        return first
 
-def _present_value(entry: _Remembered) -> Tensor:
-    """Return the value that the places of a parameter have now, as this rank's plain tensor."""
-    present = dict.fromkeys(place.get() for place in entry.places)
-    values = [_in_layout(value, entry) for value in present if value is not None]
-    first, *others = values
-    if not all(_equal(first, other) for other in others):
-        raise RebuildError(
-            f"expected one value for {entry.names}, which are tied, found different ones; assign "
-            "the same parameter to all of them"
-        )
-    return first
+    def shapes(self, entry: Remembered) -> tuple[torch.Size, ...]:
+        """Return the shapes that a value of a parameter may have."""
+        return (entry.data.shape,)
 
+    def check_value(self, value: nn.Parameter, entry: Remembered) -> None:
+        """Raise if a parameter cannot stand for the one that was there.
 
-def _in_layout(value: Tensor, entry: _Remembered) -> Tensor:
-    """Return this rank's part of a value that replaces the parameter, as a plain tensor."""
-    data = entry.data
-    if value.shape != data.shape:
-        raise RebuildError(
-            f"expected a value of shape {list(data.shape)} for {entry.names}, found "
-            f"{list(value.shape)}; resize the model before parallelize"
-        )
-    if value.is_meta and not data.is_meta:
-        raise RebuildError(f"expected a value for {entry.names}, found one on the meta device")
-    value = value.detach()
-    if isinstance(value, DTensor) and isinstance(data, DTensor):
-        if value.device_mesh == data.device_mesh:
-            return value.redistribute(placements=data.placements).to_local()
-        value = value.full_tensor()
-    if isinstance(data, DTensor):
-        return shard_like(value, data).to_local()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+        Raises:
+            RebuildError: It has another shape, or no value.
+        """
+        if value.shape not in self.shapes(entry):
+            raise RebuildError(
+                f"expected a value of shape {list(entry.data.shape)} for {entry.names}, found "
+                f"{list(value.shape)}; resize the model before parallelize"
+            )
+        if value.is_meta and not entry.data.is_meta:
+            raise RebuildError(
+                f"expected a value for {entry.names}, found one on the meta device; load it first"
+            )
+
+    def local_part(self, value: Tensor, entry: Remembered) -> Tensor:
+        """Return this rank's part of a value, laid out as the parameter was, as a plain tensor."""
+        data = entry.data
+        if isinstance(value, DTensor) and isinstance(data, DTensor):
+            if value.device_mesh == data.device_mesh:
+                return value.redistribute(placements=data.placements).to_local()
+            value = value.full_tensor()
+        if isinstance(data, DTensor):
+            return shard_like(value, data).to_local()
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def retire(self, new: nn.Parameter, entry: Remembered) -> None:
+        """Keep an optimizer from stepping a parameter whose place the old object takes again."""
+        remember_replaced(new, entry.places[0].name)
 
 
 def _join(prefix: str, attribute: str) -> str:
@@ -206,43 +304,29 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return one.is_meta or torch.equal(one, other.to(one.device, one.dtype))
 
 
-def _take_value(entry: _Remembered, value: Tensor) -> None:
+def _take_value(entry: Remembered, value: Tensor) -> None:
     """Write a value into the storage that the parameter had, or adopt it where it had none."""
     local = _local(entry.data)
     if not local.is_meta:
         if not _same_memory(local, value):
             local.copy_(value)
     elif not value.is_meta:
-        _replace_tensor(entry.parameter, _with_local(entry.data, value))
+        _put_inside(entry.parameter, _with_local(entry.data, value))
 
 
-def _put_back(entry: _Remembered) -> None:
-    """Register the old object in all its places, with its storage and its attributes."""
-    parameter = entry.parameter
-    for place in entry.places:
-        present = place.get()
-        if present is not None and present is not parameter:
-            vars(parameter).update(vars(present))
-            parameter.requires_grad_(present.requires_grad)
-        place.put(parameter)
-    if not entry.data.is_meta and not _same_memory(_local(parameter), _local(entry.data)):
-        _replace_tensor(parameter, entry.data)
-    _fill(parameter, entry.attributes)
-
-
-def _replace_tensor(parameter: nn.Parameter, tensor: Tensor) -> None:
-    """Make the object that the optimizer and the strategy hold contain another tensor."""
-    gradient, parameter.grad = parameter.grad, None
-    if isinstance(tensor, DTensor):
-        # A DTensor's parts cannot be set through ``data``. The swap takes the attributes along.
-        attributes = dict(vars(parameter))
-        new = nn.Parameter(tensor, parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, new)  # type: ignore[no-untyped-call]
-        vars(parameter).update(attributes)
-    else:
-        parameter.data = tensor
-    if gradient is not None:
-        parameter.grad = gradient.to(tensor.device, tensor.dtype)
+def _put_inside(tensor: Tensor, content: Tensor) -> None:
+    """Make an object that others hold contain another tensor, unless it does."""
+    if _same_memory(_local(tensor), _local(content)):
+        return
+    if not isinstance(content, DTensor):
+        tensor.data = content
+        return
+    # A DTensor's parts cannot be set through ``data``. The swap takes all else along.
+    attributes = dict(vars(tensor))
+    if isinstance(tensor, nn.Parameter):
+        content = nn.Parameter(content, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, content)  # type: ignore[no-untyped-call]
+    vars(tensor).update(attributes)
 
 
 def _with_local(like: Tensor, local: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""StrategyConformance finds each mistake that a strategy can make, and no other."""
+"""The suites find each mistake that a strategy can make, and no other."""
 
 import math
 import shutil
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from polyshard.conformance import RankPool, StrategyConformance
+from polyshard.conformance import RankPool, RebuildConformance, StrategyConformance
 
 pytest_plugins = ["pytester"]
 
@@ -65,20 +65,14 @@ FOUND = {
     "test_infinite_maximum_only_measures": [("clips always", {})],
     "test_clipping_accumulated_gradients": [("forgets the last microbatch", {})],
     "test_clipping_shrinks_gradients": [("only measures", {})],
-    "test_training_after_rebuild": [
-        ("leaves them alone", {"model": "frozen", "change": "new", "midway": False}),
-        ("restores old values", {"model": "tied", "change": "load assign", "midway": False}),
+    "test_training_after": [
+        ("leaves them alone", {"change": "new", "when": "before", "world_size": 2}),
+        ("restores old values", {"change": "load assign", "when": "after", "world_size": 2}),
+        ("makes another parameter", {"change": "retie", "when": "before", "world_size": 2}),
+        ("keeps stale attributes", {"change": "new", "when": "after", "world_size": 2}),
     ],
-    "test_training_after_replacement": [
-        ("leaves them alone", {"change": "one new", "midway": True}),
-        ("makes another parameter", {"change": "retie", "midway": True}),
-    ],
-    "test_rebuild_after_evaluation": [("restores old values", {"change": "new"})],
-    "test_rebuild_lets_an_error_through": [("leaves them alone", {})],
-    "test_attributes_survive_rebuild": [
-        ("leaves them alone", {"model": "tied"}),
-        ("keeps stale attributes", {"model": "plain"}),
-    ],
+    "test_hooks_apart": [("restores old values", {})],
+    "test_a_body_that_fails_on_one_rank_fails_on_all": [("leaves them alone", {"world_size": 2})],
 }
 
 
@@ -99,7 +93,7 @@ def faulty_ranks(tmp_path_factory):
 def run(ranks, fault, test, case):
     import polyshard_faulty
 
-    class Suite(StrategyConformance):
+    class Suite(StrategyConformance, RebuildConformance):
         config = polyshard_faulty.FaultyConfig(fault=fault)
 
     getattr(Suite(), test)(ranks, **case)

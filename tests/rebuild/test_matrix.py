@@ -3,7 +3,8 @@
 import pytest
 
 from polyshard import DDPConfig, FSDP2Config
-from polyshard.conformance.rebuild_suite import RebuildConformance
+from polyshard.conformance.rebuild_suite import TELLING, RebuildConformance
+from polyshard.mesh import ParallelismSizes
 
 REFUSALS = {
     "load on rank 0": "changed' on rank",
@@ -28,3 +29,21 @@ class TestDDP(RebuildConformance):
 class TestFSDP2(RebuildConformance):
     config = FSDP2Config()
     refusals = REFUSALS
+
+
+@pytest.mark.strategy("fsdp2")
+@pytest.mark.world_size(4)
+class TestFSDP2Replicas(RebuildConformance):
+    config = FSDP2Config()
+    sizes = ParallelismSizes(dp_replicate_size=2)
+    refusals = REFUSALS
+    changes = TELLING
+
+
+@pytest.mark.strategy("fsdp2")
+@pytest.mark.world_size(4)
+class TestFSDP2ContextParallel(RebuildConformance):
+    config = FSDP2Config()
+    sizes = ParallelismSizes(cp_size=2)
+    refusals = REFUSALS
+    changes = TELLING

@@ -2,7 +2,9 @@
 
 import pytest
 
-from polyshard.conformance.rebuild_suite import RebuildConformance
+from polyshard.conformance.changes import CHANGES
+from polyshard.conformance.rebuild_suite import TELLING, RebuildConformance
+from polyshard.mesh import ParallelismSizes
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
 pytestmark = pytest.mark.strategy("megatron_fsdp")
@@ -22,21 +24,65 @@ REFUSALS = {
 }
 
 
+#: Where parameters are sharded, each is cut in its own way, and torch knows of none of them.
+SHARDED_REFUSALS = REFUSALS | {
+    "exchange": "laid out as it was, or as a full tensor",
+    "set": "call load_state_dict with the full tensors, on every rank",
+}
+
+#: torch sends and cuts one parameter after the other, and fails at the first whose part is not what
+#: it takes it for, on some ranks, while the others wait. Nothing is asked of the strategy before.
+SHARDED_CHANGES = [name for name in CHANGES if name != "set from rank 0"]
+
+# On one rank nothing is wrapped, whatever the stage; that is tested once, for the default one.
+several_ranks = pytest.mark.world_size(2, 4)
+
+
+@several_ranks
 class TestStage0(RebuildConformance):
     config = MegatronFSDPConfig(zero_dp_strategy=0)
     refusals = REFUSALS
 
 
+@several_ranks
 class TestStage1(RebuildConformance):
     config = MegatronFSDPConfig(zero_dp_strategy=1)
-    refusals = REFUSALS
+    refusals = SHARDED_REFUSALS
+    changes = SHARDED_CHANGES
 
 
+@several_ranks
 class TestStage2(RebuildConformance):
     config = MegatronFSDPConfig(zero_dp_strategy=2)
-    refusals = REFUSALS
+    refusals = SHARDED_REFUSALS
+    changes = SHARDED_CHANGES
 
 
 class TestStage3(RebuildConformance):
     config = MegatronFSDPConfig(zero_dp_strategy=3)
-    refusals = REFUSALS
+    refusals = SHARDED_REFUSALS
+    changes = SHARDED_CHANGES
+
+
+@pytest.mark.world_size(4)
+class TestReplicas(RebuildConformance):
+    config = MegatronFSDPConfig()
+    sizes = ParallelismSizes(dp_replicate_size=2)
+    refusals = SHARDED_REFUSALS
+    changes = TELLING
+
+
+@pytest.mark.world_size(4)
+class TestShardedReplicas(RebuildConformance):
+    config = MegatronFSDPConfig(outer_dp_sharding_strategy=1)
+    sizes = ParallelismSizes(dp_replicate_size=2)
+    refusals = SHARDED_REFUSALS
+    changes = TELLING
+
+
+@pytest.mark.world_size(4)
+class TestContextParallel(RebuildConformance):
+    config = MegatronFSDPConfig()
+    sizes = ParallelismSizes(cp_size=2)
+    refusals = SHARDED_REFUSALS
+    changes = TELLING

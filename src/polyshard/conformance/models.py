@@ -13,7 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["BATCH", "MODELS", "Block", "TinyModel", "build_model", "global_batch", "loss_of"]
+from polyshard.optimizers import canonical_name
+
+__all__ = [
+    "BATCH",
+    "MODELS",
+    "Block",
+    "TinyModel",
+    "build_model",
+    "global_batch",
+    "loss_of",
+    "stamp",
+    "stamps_of",
+]
 
 VOCABULARY = 33
 WIDTH = 16
@@ -124,6 +136,22 @@ class ModelWithBuffers(TinyModel):
         return super().embed(tokens) * self.scale + self.positions[: tokens.shape[1]]
 
 
+class MixedModel(TiedModel):
+    """Tied, frozen in parts, and with a buffer: what changes of parameters are tried on."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.blocks[2].get_parameter("up.weight").requires_grad_(False)
+        self.register_buffer("scale", torch.rand(WIDTH))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the scaled vectors of the tokens."""
+        return super().embed(tokens) * self.scale
+
+
 #: The models by the name under which a ``Recipe`` asks for them.
 MODELS: Mapping[str, Callable[[], TinyModel]] = MappingProxyType(
     {
@@ -132,6 +160,7 @@ MODELS: Mapping[str, Callable[[], TinyModel]] = MappingProxyType(
         "frozen": FrozenModel,
         "adapter": ModelWithAdapter,
         "buffers": ModelWithBuffers,
+        "mixed": MixedModel,
     }
 )
 
@@ -141,6 +170,20 @@ def build_model(name: str, *, seed: int = 0) -> TinyModel:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return MODELS[name]()
+
+
+def stamp(model: nn.Module) -> None:
+    """Set the attribute ``stamp`` on each Parameter, as scripts mark what is special about it."""
+    for name, parameter in model.named_parameters():
+        parameter.stamp = canonical_name(name)  # type: ignore[attr-defined]
+
+
+def stamps_of(model: nn.Module) -> dict[str, str | None]:
+    """Return the stamp that is found under each name of a Parameter, which is its first one."""
+    return {
+        canonical_name(name): getattr(parameter, "stamp", None)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
 
 
 def global_batch(step: int) -> Tensor:

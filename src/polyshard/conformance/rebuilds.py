@@ -1,21 +1,15 @@
-"""What scripts do to the parameters of a model that is parallelized already, and what comes of it.
-
-``RebuildConformance`` has a test for each of the ``CHANGES``, which all act on the model "tied".
-"""
+"""Training before and after one of the ``CHANGES``, under a strategy and in a plain process."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from polyshard.conformance.models import TinyModel, build_model
+from polyshard.conformance.changes import CHANGES, Values
+from polyshard.conformance.models import TinyModel, build_model, stamp, stamps_of
 from polyshard.conformance.parity import (
     Outcome,
     PlainTraining,
@@ -33,361 +27,66 @@ from polyshard.lifecycle import (
     pre_rebuild,
     rebuild,
 )
-from polyshard.optimizers import canonical_name
 
 if TYPE_CHECKING:
     from polyshard.config import DistributedConfig
     from polyshard.mesh import ParallelismSizes
 
 __all__ = [
-    "CHANGES",
+    "FRESH",
     "RECIPE",
-    "Change",
+    "Trained",
+    "When",
     "fail_in_body",
     "train_after",
     "train_after_hooks_apart",
+    "train_after_refusal",
     "train_plain_after",
     "train_unannounced",
 ]
-
-Values = Mapping[str, Tensor]
-Apply = Callable[[TinyModel, Values], None]
 
 #: Which optimizer steps after the rebuild: one that has stepped before it, one that was built
 #: after it, or one that the body built on the parameters that it put there.
 When = Literal["before", "after", "inside"]
 
-RECIPE = Recipe(model="tied", steps=2)
+RECIPE = Recipe(model="mixed", steps=2)
+BEFORE, AFTER = range(RECIPE.steps), range(RECIPE.steps, 2 * RECIPE.steps)
+
+#: The Parameter on which the body of a rebuild sets its own stamp.
+FRESH = "blocks.2.down.weight"
 
 
-@frozen
-class Change:
-    """Something that a script does to the parameters of a model after it was parallelized.
+@frozen(kw_only=True, eq=False)
+class Trained:
+    """What came of a training across a rebuild.
 
     Attributes:
-        summary: What it does, for a table.
-        apply: Does it to the user's module, on every rank; the values are full tensors under the
-            user's names.
-        expected: Does in place to a plain model what should come of it; None for what a strategy
-            must refuse.
-        replaces: Whether other Parameter objects stand in the module afterwards.
+        outcome: Of its steps.
+        stamps: By parameter name, what is left of what was set on each Parameter.
     """
 
-    summary: str
-    apply: Apply
-    expected: Apply | None
-    replaces: bool = True
-
-
-# What a script does
-
-
-def _nothing(module: TinyModel, values: Values) -> None:
-    pass
-
-
-def _replace(module: TinyModel, values: Values) -> None:
-    _replace_all(module, lambda name, _: values[canonical_name(name)].clone())
-
-
-def _replace_over_storage(module: TinyModel, values: Values) -> None:
-    _replace_all(module, lambda _, old: old.detach())
-
-
-def _replace_all(module: TinyModel, value: Callable[[str, nn.Parameter], Tensor]) -> None:
-    """Put new Parameters in the places of all, one for those that are tied."""
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    for name, old in list(module.named_parameters(remove_duplicate=False)):
-        if old not in new:
-            new[old] = nn.Parameter(value(name, old), requires_grad=old.requires_grad)
-        _put(module, name, new[old])
-
-
-def _replace_one(module: TinyModel, values: Values) -> None:
-    module.blocks[1].up.weight = nn.Parameter(values["blocks.1.up.weight"].clone())  # type: ignore[union-attr]
-
-
-def _replace_one_over_storage(module: TinyModel, values: Values) -> None:
-    module.blocks[1].up.weight = nn.Parameter(module.blocks[1].up.weight.detach())  # type: ignore[union-attr,operator]
-
-
-def _load(module: TinyModel, values: Values) -> None:
-    module.load_state_dict(values)
-
-
-def _load_by_assignment(module: TinyModel, values: Values) -> None:
-    module.load_state_dict(values, assign=True)
-
-
-def _load_some(module: TinyModel, values: Values) -> None:
-    module.load_state_dict(_some(values), strict=False)
-
-
-def _load_some_by_assignment(module: TinyModel, values: Values) -> None:
-    module.load_state_dict(_some(values), strict=False, assign=True)
-
-
-def _load_halves(module: TinyModel, values: Values) -> None:
-    module.load_state_dict(_halves(module))
-
-
-def _load_halves_by_assignment(module: TinyModel, values: Values) -> None:
-    module.load_state_dict(_halves(module), assign=True)
-
-
-def _halves(module: TinyModel) -> dict[str, Tensor]:
-    """Return the module's own state dict, in whatever layout, with halved values."""
-    return {name: value.clone().mul_(0.5) for name, value in module.state_dict().items()}
-
-
-def _load_from_rank_0(module: TinyModel, values: Values) -> None:
-    """Load values that rank 0 alone has and sends to all."""
-    sent = [dict(values) if _rank() == 0 else {}]
-    if dist.is_initialized():
-        dist.broadcast_object_list(sent, src=0)
-    module.load_state_dict(sent[0])
-
-
-def _load_on_rank_0_alone(module: TinyModel, values: Values) -> None:
-    """Load on rank 0 and expect that it reaches the others by itself."""
-    if _rank() == 0:
-        module.load_state_dict(values)
-
-
-def _cast_there_and_back(module: TinyModel, values: Values) -> None:
-    module.double().float()
-
-
-def _cast_down(module: TinyModel, values: Values) -> None:
-    module.to(torch.bfloat16)
-
-
-def _move(module: TinyModel, values: Values) -> None:
-    module.to(next(module.parameters()).device)
-
-
-def _empty_and_load(module: TinyModel, values: Values) -> None:
-    module.to_empty(device=next(module.parameters()).device)
-    module.load_state_dict(values)
-
-
-def _halve_shards(module: TinyModel, values: Values) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local.copy_(local * 0.5)
-
-
-def _retie(module: TinyModel, values: Values) -> None:
-    shared = nn.Parameter(values["head.weight"].clone())
-    module.embedding.weight = shared
-    module.head.weight = shared
-
-
-def _tie_as_transformers_does(module: TinyModel, values: Values) -> None:
-    """Replace one end and tie the other to it."""
-    module.embedding.weight = nn.Parameter(values["head.weight"].clone())
-    module.head.weight = module.embedding.weight
-
-
-def _untie(module: TinyModel, values: Values) -> None:
-    module.head.weight = nn.Parameter(values["head.weight"].clone())
-
-
-def _tie(module: TinyModel, values: Values) -> None:
-    module.blocks[0].up.weight = module.blocks[1].up.weight  # type: ignore[union-attr]
-
-
-class _Adapted(nn.Module):
-    """A frozen layer and a trained product of two thin ones."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer.requires_grad_(False)
-        self.thin = nn.Linear(layer.in_features, 2, bias=False)
-        self.wide = nn.Linear(2, layer.out_features, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        output: Tensor = self.layer(hidden) + self.wide(self.thin(hidden))
-        return output
-
-
-def _adapt(module: TinyModel, values: Values) -> None:
-    block: Any = module.blocks[1]
-    block.up = _Adapted(block.up)
-
-
-def _replace_layer(module: TinyModel, values: Values) -> None:
-    block: Any = module.blocks[1]
-    block.up = nn.Linear(block.up.in_features, block.up.out_features)
-
-
-def _add(module: TinyModel, values: Values) -> None:
-    module.head.bias = nn.Parameter(torch.zeros(module.head.out_features))
-
-
-def _remove(module: TinyModel, values: Values) -> None:
-    module.blocks[1].up.bias = None  # type: ignore[union-attr]
-
-
-def _resize(module: TinyModel, values: Values) -> None:
-    """Do as a tokenizer with more tokens asks for."""
-    shared = nn.Parameter(torch.cat([values["head.weight"]] * 2))
-    module.embedding.weight = module.head.weight = shared
-
-
-def _freeze(module: TinyModel, values: Values) -> None:
-    module.blocks[0].requires_grad_(False)
-
-
-def _replace_by_frozen(module: TinyModel, values: Values) -> None:
-    value = values["blocks.1.up.weight"].clone()
-    module.blocks[1].up.weight = nn.Parameter(value, requires_grad=False)  # type: ignore[union-attr]
-
-
-def _empty(module: TinyModel, values: Values) -> None:
-    module.blocks[1].up.bias = nn.Parameter(torch.empty(64, device="meta"))  # type: ignore[union-attr]
-
-
-# What should come of it in a plain model
-
-
-def _set_all(module: TinyModel, values: Values) -> None:
-    with torch.no_grad():
-        for name, value in values.items():
-            module.state_dict(keep_vars=True)[name].copy_(value)
-
-
-def _set_one(module: TinyModel, values: Values) -> None:
-    _set_all(module, {"blocks.1.up.weight": values["blocks.1.up.weight"]})
-
-
-def _set_frozen(module: TinyModel, values: Values) -> None:
-    _set_one(module, values)
-    module.get_parameter("blocks.1.up.weight").requires_grad_(False)
-
-
-def _set_some(module: TinyModel, values: Values) -> None:
-    _set_all(module, _some(values))
-
-
-def _set_tied(module: TinyModel, values: Values) -> None:
-    _set_all(module, {"head.weight": values["head.weight"]})
-
-
-def _halve(module: TinyModel, values: Values) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(0.5)
-
-
-def _round(module: TinyModel, values: Values) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(parameter.bfloat16())
-
-
-def _some(values: Values) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if name.startswith("blocks.1.")}
-
-
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, parameter)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-#: The changes by the name under which ``RebuildConformance`` asks for them.
-CHANGES: Mapping[str, Change] = {
-    "nothing": Change("nothing", _nothing, _nothing, replaces=False),
-    "new": Change("new Parameters on new storage", _replace, _set_all),
-    "new over storage": Change(
-        "new Parameters over the old storage", _replace_over_storage, _nothing
-    ),
-    "one new": Change("one new Parameter on new storage", _replace_one, _set_one),
-    "one new over storage": Change(
-        "one new Parameter over the old storage", _replace_one_over_storage, _nothing
-    ),
-    "load": Change("`load_state_dict` of full tensors", _load, _set_all, replaces=False),
-    "load assign": Change(
-        "`load_state_dict(assign=True)` of full tensors", _load_by_assignment, _set_all
-    ),
-    "load some": Change(
-        "`load_state_dict(strict=False)` of one block", _load_some, _set_some, replaces=False
-    ),
-    "load some assign": Change(
-        "`load_state_dict(strict=False, assign=True)` of one block",
-        _load_some_by_assignment,
-        _set_some,
-    ),
-    "load own": Change(
-        "`load_state_dict` of the model's own state dict, changed",
-        _load_halves,
-        _halve,
-        replaces=False,
-    ),
-    "load own assign": Change(
-        "`load_state_dict(assign=True)` of the model's own state dict, changed",
-        _load_halves_by_assignment,
-        _halve,
-    ),
-    "load from rank 0": Change(
-        "`load_state_dict` of full tensors that rank 0 had and sent to all",
-        _load_from_rank_0,
-        _set_all,
-        replaces=False,
-    ),
-    "load on rank 0": Change(
-        "`load_state_dict` on rank 0 alone",
-        _load_on_rank_0_alone,
-        _set_all,
-        replaces=False,
-    ),
-    "cast back": Change("`model.double().float()`", _cast_there_and_back, _nothing),
-    "cast": Change("`model.to(torch.bfloat16)`, which rounds the values", _cast_down, _round),
-    "move": Change("`model.to(device)`", _move, _nothing, replaces=False),
-    "empty and load": Change("`model.to_empty(device)` and a load", _empty_and_load, _set_all),
-    "in place": Change("copies into the local shards", _halve_shards, _halve, replaces=False),
-    "retie": Change("both ends of a tie replaced by one new Parameter", _retie, _set_tied),
-    "retie to one end": Change(
-        "one end of a tie replaced and the other tied to it", _tie_as_transformers_does, _set_tied
-    ),
-    "untie": Change("one end of a tie replaced by another value", _untie, None),
-    "tie": Change("two Parameters tied that were not", _tie, None),
-    "adapter": Change("a layer put inside of an adapter", _adapt, None),
-    "new layer": Change("a layer replaced", _replace_layer, None),
-    "add": Change("a Parameter added", _add, None),
-    "remove": Change("a Parameter removed", _remove, None),
-    "resize": Change("a Parameter of another shape", _resize, None),
-    "freeze": Change("`requires_grad_(False)`", _freeze, _freeze, replaces=False),
-    "frozen new": Change("a new Parameter that is not trained", _replace_by_frozen, _set_frozen),
-    "empty": Change("a new Parameter without a value", _empty, None),
-}
-
-
-# Runs
+    outcome: Outcome
+    stamps: dict[str, str | None]
 
 
 def train_after(
     config: DistributedConfig, change: str, when: When, sizes: ParallelismSizes | None
-) -> Outcome | str:
+) -> Trained | str:
     """Train after a change inside ``rebuild``, or return the error that refuses it.
 
     The first steps are taken before the change, unless the optimizer is built later.
     """
-    module, values = build_model(RECIPE.model), _new_values()
+    module, values = _stamped_model(), _new_values()
     if when == "before":
         training = start(config, RECIPE, model=module, passed=True, sizes=sizes)
-        training.train(range(RECIPE.steps))
+        training.train(BEFORE)
         model = training.model
     else:
         model, _ = parallelize(module, config, mesh=mesh_of(sizes))
     try:
         with rebuild(model, config):
             CHANGES[change].apply(module, values)
+            module.get_parameter(FRESH).stamp = "fresh"  # type: ignore[attr-defined]
             optimizer = build_optimizer(RECIPE.optimizer, module) if when == "inside" else None
     except (RebuildError, PeerFailedError) as error:
         return str(error)
@@ -398,8 +97,25 @@ def train_after(
         except OptimizerError as error:
             return str(error)
         training = Training(model, optimizer, RECIPE, config)
-    training.train(range(RECIPE.steps, 2 * RECIPE.steps))
-    return training.outcome()
+    training.train(AFTER)
+    return Trained(outcome=training.outcome(), stamps=stamps_of(model))
+
+
+def train_after_refusal(
+    config: DistributedConfig, change: str, sizes: ParallelismSizes | None
+) -> tuple[str, Outcome]:
+    """Return the error that refuses a change, and how training goes on after it."""
+    module = build_model(RECIPE.model)
+    training = start(config, RECIPE, model=module, passed=True, sizes=sizes)
+    training.train(BEFORE)
+    refusal = ""
+    try:
+        with rebuild(training.model, config):
+            CHANGES[change].apply(module, _new_values())
+    except RebuildError as error:
+        refusal = str(error)
+    training.train(AFTER)
+    return refusal, training.outcome()
 
 
 def train_unannounced(
@@ -408,26 +124,26 @@ def train_unannounced(
     """Train after a change outside of ``rebuild``, or return the error that refuses it."""
     module = build_model(RECIPE.model)
     training = start(config, RECIPE, model=module, passed=True, sizes=sizes)
-    training.train(range(RECIPE.steps))
+    training.train(BEFORE)
     try:
         CHANGES[change].apply(module, _new_values())
-        training.train(range(RECIPE.steps, 2 * RECIPE.steps))
+        training.train(AFTER)
     except RebuildError as error:
         return str(error)
     return training.outcome()
 
 
 def train_after_hooks_apart(
-    config: DistributedConfig, change: str, sizes: ParallelismSizes | None
+    config: DistributedConfig, change: str, recipe: Recipe, sizes: ParallelismSizes | None
 ) -> Outcome:
     """Train after a change between ``pre_rebuild`` and ``post_rebuild``."""
-    module = build_model(RECIPE.model)
-    training = start(config, RECIPE, model=module, passed=True, sizes=sizes)
-    training.train(range(RECIPE.steps))
+    module = build_model(recipe.model)
+    training = start(config, recipe, model=module, passed=True, sizes=sizes)
+    training.train(BEFORE)
     snapshot = pre_rebuild(training.model, config)
     CHANGES[change].apply(module, _new_values())
     post_rebuild(snapshot)
-    training.train(range(RECIPE.steps, 2 * RECIPE.steps))
+    training.train(AFTER)
     return training.outcome()
 
 
@@ -440,29 +156,37 @@ def fail_in_body(
     raised = ""
     try:
         with rebuild(training.model, config):
-            _replace_over_storage(module, _new_values())
-            if _rank() == culprit:
+            CHANGES["new over storage"].apply(module, _new_values())
+            if (dist.get_rank() if dist.is_initialized() else 0) == culprit:
                 raise ValueError("raised in the body")
     except (ValueError, PeerFailedError) as error:
-        raised = str(error)
-    training.train(range(2 * RECIPE.steps))
+        raised = f"{type(error).__name__}: {error}"
+    training.train([*BEFORE, *AFTER])
     return raised, training.outcome()
 
 
 @cache
-def train_plain_after(change: str, when: When) -> Outcome:
+def train_plain_after(change: str, when: When, recipe: Recipe = RECIPE) -> Outcome:
     """Do in this process, undistributed, what ``train_after`` does."""
-    model = build_model(RECIPE.model)
-    training = PlainTraining(model, build_optimizer(RECIPE.optimizer, model), RECIPE)
+    model = build_model(recipe.model)
+    training = PlainTraining(model, build_optimizer(recipe.optimizer, model), recipe)
     if when == "before":
-        training.train(range(RECIPE.steps))
+        training.train(BEFORE)
     expected = CHANGES[change].expected
     if expected is None:
         raise ValueError(f"{change!r} must be refused, and nothing comes of it")
     expected(model, _new_values())
-    training.train(range(RECIPE.steps, 2 * RECIPE.steps))
+    training.train(AFTER)
     return training.outcome()
 
 
+def _stamped_model() -> TinyModel:
+    model = build_model(RECIPE.model)
+    stamp(model)
+    return model
+
+
 def _new_values() -> Values:
-    return build_model(RECIPE.model, seed=1).state_dict()
+    """Return new values by name, as a file has them: each name its own tensor, tied or not."""
+    state = build_model(RECIPE.model, seed=1).state_dict()
+    return {name: value.clone() for name, value in state.items()}

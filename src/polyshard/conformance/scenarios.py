@@ -14,10 +14,9 @@ import torch.distributed as dist
 from attrs import define, frozen
 from torch import Tensor, nn
 
-from polyshard.conformance.models import build_model
+from polyshard.conformance.models import build_model, stamp, stamps_of
 from polyshard.conformance.parity import (
     Outcome,
-    PlainTraining,
     Recipe,
     Training,
     build_optimizer,
@@ -25,7 +24,6 @@ from polyshard.conformance.parity import (
     start,
     wrap,
 )
-from polyshard.conformance.rebuilds import CHANGES
 from polyshard.exceptions import PeerFailedError, PolyshardError
 from polyshard.hookspecs import hookimpl
 from polyshard.lifecycle import (
@@ -81,13 +79,13 @@ def wrap_and_compare(
     plain = build_model(recipe.model)
     weights = {name: value.clone() for name, value in plain.state_dict().items()}
     groups = _groups(build_optimizer(recipe.optimizer, plain), plain)
-    _stamp(plain)
+    stamp(plain)
     model, optimizer = wrap(config, recipe, model=plain, passed=passed, sizes=sizes)
     return Wrapped(
         weights=(weights, full_state_dict(model, config)),
         groups=(groups, _groups(optimizer, model)),
         steps=[float(state["step"]) for state in optimizer.state.values() if "step" in state],
-        stamps=_stamps(model),
+        stamps=stamps_of(model),
     )
 
 
@@ -98,19 +96,6 @@ def _groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]:
         {**group, "params": [names.get(id(p), "not in the model") for p in group["params"]]}
         for group in optimizer.param_groups
     ]
-
-
-def _stamp(model: nn.Module) -> None:
-    """Set an attribute on each Parameter, as scripts do to mark what is special about it."""
-    for name, parameter in model.named_parameters():
-        parameter.stamp = canonical_name(name)  # type: ignore[attr-defined]
-
-
-def _stamps(model: nn.Module) -> dict[str, str | None]:
-    return {
-        canonical_name(name): getattr(parameter, "stamp", None)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
 
 
 # Training
@@ -166,96 +151,6 @@ def train_with_wrong_optimizer(
     except PolyshardError as error:
         return str(error)
     return training.outcome()
-
-
-# Rebuilds
-
-
-def train_with_change(
-    config: DistributedConfig,
-    recipe: Recipe,
-    change: str,
-    midway: bool,
-    sizes: ParallelismSizes | None,
-) -> Outcome:
-    """Change the parameters inside ``rebuild``, midway in training or before it begins.
-
-    Midway the optimizer is the one from before; otherwise it is built after the change.
-    """
-    module = build_model(recipe.model)
-    values = _new_values(recipe)
-    if midway:
-        training = start(config, recipe, model=module, sizes=sizes)
-        training.train(range(recipe.steps))
-        with rebuild(training.model, config):
-            CHANGES[change].apply(module, values)
-    else:
-        model, _ = parallelize(module, config, mesh=mesh_of(sizes))
-        with rebuild(model, config):
-            CHANGES[change].apply(module, values)
-        optimizer = build_optimizer(recipe.optimizer, model)
-        optimizer = maybe_shard_optimizer(model, optimizer, config)
-        training = Training(model, optimizer, recipe, config)
-    training.train(range(recipe.steps, 2 * recipe.steps))
-    return training.outcome()
-
-
-@cache
-def train_plain_with_change(recipe: Recipe, change: str, midway: bool) -> Outcome:
-    """Do in this process, undistributed, what ``train_with_change`` does."""
-    model = build_model(recipe.model)
-    training = PlainTraining(model, build_optimizer(recipe.optimizer, model), recipe)
-    if midway:
-        training.train(range(recipe.steps))
-    expected = CHANGES[change].expected
-    if expected is None:
-        raise ValueError(f"{change!r} must be refused, and nothing comes of it")
-    expected(model, _new_values(recipe))
-    training.train(range(recipe.steps, 2 * recipe.steps))
-    return training.outcome()
-
-
-def _new_values(recipe: Recipe) -> dict[str, Tensor]:
-    return build_model(recipe.model, seed=1).state_dict()
-
-
-def train_after_failed_rebuild(
-    config: DistributedConfig, recipe: Recipe, sizes: ParallelismSizes | None
-) -> tuple[bool, Outcome]:
-    """Raise in the body of ``rebuild``, halfway through a replacement by equal values.
-
-    Returns whether the very same error came out, and how training went on.
-    """
-    module = build_model(recipe.model)
-    training = start(config, recipe, model=module, sizes=sizes)
-    training.train(range(1))
-    error = BodyError()
-    current = full_state_dict(training.model, config)
-    try:
-        with rebuild(training.model, config):
-            CHANGES["one new"].apply(module, current)
-            raise error
-    except BodyError as raised:
-        same = raised is error
-    else:
-        same = False
-    training.train(range(1, recipe.steps))
-    return same, training.outcome()
-
-
-def stamps_after_rebuild(
-    config: DistributedConfig, recipe: Recipe, sizes: ParallelismSizes | None
-) -> dict[str, str | None]:
-    """Stamp each Parameter, replace them all, one by a stamped one, and return the stamps."""
-    module = build_model(recipe.model)
-    training = start(config, recipe, model=module, sizes=sizes)
-    training.train(range(1))
-    _stamp(training.model)
-    with rebuild(training.model, config):
-        CHANGES["new"].apply(module, _new_values(recipe))
-        module.get_parameter("blocks.0.up.weight").stamp = "fresh"  # type: ignore[attr-defined]
-    training.train(range(1, recipe.steps))
-    return _stamps(training.model)
 
 
 # A failure on one rank

@@ -1,16 +1,54 @@
-"""Optimizer state for ``torch.distributed.checkpoint`` to load into."""
+"""What ``torch.distributed.checkpoint`` must know: where parts lie, and state to load into."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from polyshard_megatron_fsdp._layout import local_of
+from polyshard_megatron_fsdp._layout import local_of, offsets_of
 
-__all__ = ["offer_state_to_load_into"]
+__all__ = ["describe_parts", "offer_state_to_load_into"]
+
+
+def describe_parts(module: nn.Module) -> None:
+    """Let the state dict of a module, and of each module in it, say where its parts lie.
+
+    The wheel does so for the state dict of the model around them alone. Of other DTensors torch
+    assumes even parts, and would save and load these in the wrong place.
+    """
+    for inner in module.modules():
+        inner.register_state_dict_post_hook(_describe_own)  # type: ignore[no-untyped-call]
+
+
+def _describe_own(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        value = state.get(prefix + name)
+        if isinstance(value, DTensor) and isinstance(parameter, DTensor):
+            _describe(local_of(value), parameter)
+
+
+def _describe(local: Any, parameter: DTensor) -> None:
+    """Set on a part what the planners of ``torch.distributed.checkpoint`` ask it for."""
+    chunk = ChunkStorageMetadata(torch.Size(offsets_of(parameter)), local.shape)
+
+    def write_items(name: str, tensor: Tensor) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(local)
+        data = TensorWriteData(chunk, properties, tensor.size())
+        index = MetadataIndex(name, chunk.offsets)
+        return [WriteItem(index, WriteItemType.SHARD, tensor_data=data)] if local.numel() else []
+
+    local.__create_chunk_list__ = lambda: [chunk]
+    local.__create_write_items__ = write_items
 
 
 def offer_state_to_load_into(optimizer: Optimizer) -> None:

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-__all__ = ["local_of", "offsets_of", "original_of", "part_of", "shard_dims"]
+__all__ = [
+    "is_laid_out_like",
+    "local_of",
+    "offsets_of",
+    "original_of",
+    "part_of",
+    "shard_dims",
+    "tensor_parallel_shape",
+]
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -32,6 +40,19 @@ def shard_dims(parameter: DTensor) -> tuple[int, ...]:
     return tuple(
         dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()
     )
+
+
+def is_laid_out_like(tensor: DTensor, parameter: DTensor) -> bool:
+    """Tell whether a tensor is cut as the wheel cut a parameter, as far as this rank can see."""
+    return (
+        tensor.device_mesh == parameter.device_mesh
+        and local_of(tensor).shape == local_of(parameter).shape
+    )
+
+
+def tensor_parallel_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of what tensor parallelism left to this rank of a parameter."""
+    return local_of(original_of(parameter)).shape
 
 
 def offsets_of(parameter: DTensor) -> tuple[int, ...]:

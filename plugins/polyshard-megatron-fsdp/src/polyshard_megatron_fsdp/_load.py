@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.exceptions import RebuildError
-from polyshard_megatron_fsdp._layout import part_of
+from polyshard_megatron_fsdp._layout import is_laid_out_like, local_of, part_of
 from polyshard_megatron_fsdp._model import ShardedModel, lost_layout
 from polyshard_megatron_fsdp._wheel import WHO
 
@@ -33,14 +33,15 @@ def accept_full_tensors(model: ShardedModel) -> None:
         if current is not None:
             current.show_distributed()
             _refuse_assignment(current, metadata)
-            for parameter, attributes in current.record.attributes:
-                for key, value in attributes.items():
-                    parameter.__dict__.setdefault(key, value)
+            if current.record.snapshot is not None:
+                # A cast may just have taken the layout from the parameters.
+                for remembered in current.record.snapshot.remembered:
+                    remembered.restore_attributes()
             _shard_values(module, state, prefix)
 
     def after(*_: Any) -> None:
         current = owner()
-        if current is not None and not current.record.rebuilding:
+        if current is not None and current.record.snapshot is None:
             # What was gathered before has the old values.
             current.synchronize_param_gather()
 
@@ -67,7 +68,7 @@ def _refuse_assignment(model: ShardedModel, metadata: Mapping[str, Any]) -> None
     Raises:
         RebuildError: ``assign=True`` outside ``rebuild``.
     """
-    if metadata.get("assign_to_params_buffers") and not model.record.rebuilding:
+    if metadata.get("assign_to_params_buffers") and model.record.snapshot is None:
         raise RebuildError(
             f"{WHO}: load_state_dict(assign=True) replaces "
             "parameters, which a model under Megatron-FSDP would go on without; put it inside "
@@ -78,9 +79,19 @@ def _refuse_assignment(model: ShardedModel, metadata: Mapping[str, Any]) -> None
 def _shard_values(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         value = state.get(prefix + name)
-        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
             continue
-        if isinstance(parameter, DTensor) and value.shape == parameter.shape:
+        if value.shape != parameter.shape:
+            continue
+        if not isinstance(value, DTensor):
             if not hasattr(parameter, "orig_param"):
                 raise lost_layout(prefix + name)
             state[prefix + name] = shard_like(value, parameter)
+        elif not is_laid_out_like(value, parameter):
+            raise RebuildError(
+                f"{WHO}: expected {prefix + name!r} laid out as Megatron-FSDP has it, or a full "
+                f"tensor, found a DTensor of {list(local_of(value).shape)} where this rank holds "
+                f"{list(local_of(parameter).shape)}, as torch's set_model_state_dict makes of a "
+                "full state dict; call load_state_dict with the full tensors, on every rank (what "
+                "rank 0 alone has, it can send by torch.distributed.broadcast_object_list)"
+            )

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from polyshard.exceptions import PolyshardError, RebuildError, UnsupportedError
 from polyshard.parameter_guard import ParameterGuard
-from polyshard.rebuilding import Place, places_of
+from polyshard.rebuilding import ParameterSnapshot, Place, places_of
 from polyshard_megatron_fsdp._layout import local_of, original_of
 from polyshard_megatron_fsdp._megatron import MegatronFSDP
 from polyshard_megatron_fsdp._mends import run_module
@@ -53,11 +53,9 @@ class Record:
         reduced: Whether the gradients that are there are reduced.
         with_gradient: Positions of the parameters that got a gradient since they were zeroed.
         not_finite: Positions of the parameters whose gradient was not finite.
-        rebuilding: Whether a script is replacing parameters inside ``rebuild``.
-        attributes: What each distributed parameter had set on it before that; casts lose it.
+        snapshot: The distributed parameters, while a script replaces them inside ``rebuild``.
         exposed: Whether a state dict with the distributed parameters has been handed out, which
             ``torch.distributed.checkpoint`` loads into in place.
-        before_rebuild: What ``snapshot_distributed_param_attrs`` remembered besides its result.
     """
 
     config: MegatronFSDPConfig
@@ -68,10 +66,8 @@ class Record:
     reduced: bool = False
     with_gradient: set[int] = Factory(set)
     not_finite: set[int] = Factory(set)
-    rebuilding: bool = False
-    attributes: list[tuple[nn.Parameter, dict[str, Any]]] = Factory(list)
+    snapshot: ParameterSnapshot | None = None
     exposed: bool = False
-    before_rebuild: object = None
 
     @property
     def reduces_in_place(self) -> bool:
@@ -203,11 +199,13 @@ class ShardedGuard(ParameterGuard):
         called: The model around it.
     """
 
+    settles_training = True
+
     def __init__(self, model: nn.Module, called: nn.Module) -> None:
         super().__init__(model, called, loads=False)
         # The wheel swaps these in for the forward and backward.
         self.originals = {
-            (place.module, place.attribute): original_of(p) for place, p, _ in self.expected
+            (place.module, place.attribute): original_of(p) for place, p, *_ in self.expected
         }
 
     def is_own(self, place: Place, parameter: nn.Parameter | None) -> bool:
@@ -217,7 +215,7 @@ class ShardedGuard(ParameterGuard):
     def before_forward(self, *arguments: Any) -> None:
         """Raise if a distributed parameter was replaced, or cast or moved."""
         super().before_forward(*arguments)
-        for place, parameter, _ in self.expected:
+        for place, parameter, *_ in self.expected:
             # A cast exchanges what is inside of the object, and takes its attributes away.
             if "orig_param" not in parameter.__dict__:
                 raise lost_layout(place.name)

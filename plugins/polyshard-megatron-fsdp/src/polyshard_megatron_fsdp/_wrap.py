@@ -22,6 +22,7 @@ from polyshard.rebuilding import attributes_of, restore_attributes
 from polyshard.tensor_parallel import apply_plan, module_plan
 from polyshard.units import UnitReport, find_units
 from polyshard_megatron_fsdp import _cpu
+from polyshard_megatron_fsdp._checkpoint import describe_parts
 from polyshard_megatron_fsdp._guard import refuse_empty, refuse_unshardable, watch_steps
 from polyshard_megatron_fsdp._layout import local_of
 from polyshard_megatron_fsdp._load import accept_full_tensors
@@ -83,6 +84,7 @@ def parallelize(
         initialize_replicas_alike(sharded)
     restore_attributes(sharded.module, attributes)
     accept_full_tensors(sharded)
+    describe_parts(sharded.module)
     watch_steps()
     logger.info("Megatron-FSDP stage %d: %s", config.zero_dp_strategy, units)
     if optimizer is not None:

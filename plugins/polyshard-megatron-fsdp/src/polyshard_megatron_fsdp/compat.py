@@ -56,7 +56,7 @@ def snapshot_distributed_param_attrs(model: nn.Module) -> dict[str, dict[str, An
 
     if not isinstance(model, ShardedModel):
         return None
-    model.record.before_rebuild = remember(model)
+    remember(model)
     return {
         name: dict(parameter.__dict__)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -86,6 +86,5 @@ def restore_distributed_param_attrs(
     from polyshard_megatron_fsdp._model import ShardedModel
     from polyshard_megatron_fsdp._rebuild import restore
 
-    if isinstance(model, ShardedModel) and model.record.before_rebuild is not None:
-        restore(model, model.record.before_rebuild)
-        model.record.before_rebuild = None
+    if isinstance(model, ShardedModel) and model.record.snapshot is not None:
+        restore(model, model.record.snapshot)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from polyshard.rebuilding import ParameterSnapshot
     from polyshard_megatron_fsdp.config import MegatronFSDPConfig
 
 # Loading the plugin is when a wheel that is missing or too old should be found out.
@@ -42,7 +43,7 @@ def shard_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
 
 
 @hookimpl
-def pre_rebuild(model: nn.Module) -> object:
+def pre_rebuild(model: nn.Module) -> ParameterSnapshot:
     """Remember the distributed parameters, which the wheel knows by identity."""
     from polyshard_megatron_fsdp._rebuild import remember
 
@@ -50,7 +51,7 @@ def pre_rebuild(model: nn.Module) -> object:
 
 
 @hookimpl
-def post_rebuild(model: nn.Module, snapshot: object) -> None:
+def post_rebuild(model: nn.Module, snapshot: ParameterSnapshot) -> None:
     """Move the new values into the distributed parameters and put these back."""
     from polyshard_megatron_fsdp._rebuild import restore
 

@@ -35,6 +35,8 @@ class DDPGuard(ParameterGuard):
         wrapper: What ``parallelize`` returns.
     """
 
+    settles_training = True
+
     def __init__(self, wrapper: DistributedDataParallel) -> None:
         super().__init__(wrapper.module, wrapper)
         self.inside = False
@@ -44,10 +46,11 @@ class DDPGuard(ParameterGuard):
         wrapper.module.register_forward_pre_hook(self.before_inner_forward)
 
     def watch(self, model: nn.Module) -> None:
-        """Take the present accumulator for the one that is hooked, newly.
+        """Take the present parameters for those that are hooked, newly, and their accumulator.
 
         One parameter stands for all: what changes dtype or device changes the whole model's.
         """
+        self.remember()
         self.parameter = next(p for p in model.parameters() if p.requires_grad)
         self.accumulator = get_gradient_edge(self.parameter).node
         self.has_reduced = False
