@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from polyshard.conformance.parity import (
     assert_parity,
 )
 from polyshard.conformance.pool import RankPool
-from polyshard.exceptions import RebuildError
+from polyshard.exceptions import RebuildError, UnsupportedError
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
 OPTIMIZERS = {
@@ -119,3 +120,19 @@ def assign_outside_rebuild() -> str:
 def test_assigning_outside_rebuild_is_refused(ranks):
     for message in ranks.run(assign_outside_rebuild):
         assert "polyshard.rebuild(model, config)" in message
+
+
+def copying(part: str) -> str:
+    model, _ = parallelize(build_model("plain"), MegatronFSDPConfig())
+    try:
+        copy.deepcopy(model.get_submodule(part))
+    except UnsupportedError as error:
+        return str(error)
+    raise AssertionError("expected the copy to be refused")
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("part", ["", "module", "module.blocks.0"])
+def test_copying_is_refused(ranks, part):
+    for message in ranks.run(copying, part):
+        assert "copy what polyshard.full_state_dict(model, config) returns" in message

@@ -1,5 +1,6 @@
 """A forward past the wrapper is warned of, and one whose gradients are not averaged refused."""
 
+import copy
 import warnings
 
 import pytest
@@ -70,3 +71,31 @@ def cast(back: bool) -> str:
     except RebuildError as error:
         return str(error)
     return "no error"
+
+
+def test_a_forward_in_inference_mode_is_fine(ranks: RankPool) -> None:
+    assert all(ranks.run(forward_in_inference_mode))
+
+
+def forward_in_inference_mode() -> bool:
+    model, _ = parallelize(build_model("plain"), DDPConfig())
+    with torch.inference_mode():
+        return loss_of(model, global_batch(0)).isfinite().item()
+
+
+def test_a_model_may_be_copied_as_averages_of_weights_are(ranks: RankPool) -> None:
+    for kept, copied in ranks.run(train_beside_a_copy):
+        assert copied == kept
+
+
+def train_beside_a_copy() -> tuple[float, float]:
+    """Return the loss before a step, and that of a copy made before it, found after it."""
+    model, _ = parallelize(build_model("plain"), DDPConfig())
+    copied, inside = copy.deepcopy(model), copy.deepcopy(model.module)
+    before = loss_of(model, global_batch(0))
+    before.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        assert loss_of(model, global_batch(0)) != before
+        assert loss_of(inside, global_batch(0)) == before
+        return before.item(), loss_of(copied, global_batch(0)).item()

@@ -238,9 +238,19 @@ def adopt(model: Any, record: Record) -> ShardedModel:
     sharded.show_distributed()
     sharded._reestablish_shared_weights(sharded.raw_param, dict(sharded.distributed_parameters()))
     ShardedGuard(sharded.module, sharded)
+    for part in sharded.modules():
+        part.__dict__["__deepcopy__"] = _refuse_copy
     for position, (_, parameter) in enumerate(sharded.distributed_parameters()):
         _observe_gradients(original_of(parameter), position, record)
     return sharded
+
+
+def _refuse_copy(_: object) -> None:
+    """Stand between ``copy.deepcopy`` and parameters without storage, which end the process."""
+    raise UnsupportedError(
+        f"{WHO}: expected a wrapped model not to be copied; copy what "
+        "polyshard.full_state_dict(model, config) returns, or load that into a plain model"
+    )
 
 
 def wrapped(model: nn.Module) -> ShardedModel:

@@ -45,6 +45,10 @@ class DDPGuard(ParameterGuard):
         wrapper.register_forward_hook(self.after_forward, always_call=True)
         wrapper.module.register_forward_pre_hook(self.before_inner_forward)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Let copies of the model do without the accumulator, which cannot be copied."""
+        return {**self.__dict__, "accumulator": None}
+
     def watch(self, model: nn.Module) -> None:
         """Take the present parameters for those that are hooked, newly, and their accumulator.
 
@@ -52,7 +56,7 @@ class DDPGuard(ParameterGuard):
         """
         self.remember()
         self.parameter = next(p for p in model.parameters() if p.requires_grad)
-        self.accumulator = get_gradient_edge(self.parameter).node
+        self.accumulator: Node | None = get_gradient_edge(self.parameter).node
         self.has_reduced = False
 
     def before_forward(self, *arguments: Any) -> None:
@@ -60,14 +64,19 @@ class DDPGuard(ParameterGuard):
         if torch.compiler.is_compiling():
             return
         super().before_forward(*arguments)
-        parameter = self.parameter
-        if parameter.requires_grad and get_gradient_edge(parameter).node is not self.accumulator:
+        if not self._is_hooked():
             raise RebuildError(
                 "expected the dtype and device that the model had at parallelize, found that they "
                 "were changed, after which gradients are not averaged any more; do it inside "
                 "`with polyshard.rebuild(model, config):`"
             )
         self.inside = True
+
+    def _is_hooked(self) -> bool:
+        """Tell whether a backward would find the hooked node, as far as there will be one."""
+        if not self.parameter.requires_grad or not torch.is_grad_enabled():
+            return True
+        return self.accumulator in (None, get_gradient_edge(self.parameter).node)
 
     def after_forward(self, *_: Any) -> None:
         """Note that the forward is over, also when it raised."""
