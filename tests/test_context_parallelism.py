@@ -18,18 +18,24 @@ from torch.nn.functional import scaled_dot_product_attention as imported_attenti
 from torch.optim import SGD
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from polyshard import DistributedSetup, MeshContext, ParallelismSizes, context_parallel
+from polyshard import (
+    DistributedSetup,
+    MeshContext,
+    ParallelismSizes,
+    context_parallel,
+    resolve_config,
+)
 from polyshard.conformance.pool import RankPool
 from polyshard.context_parallelism import AttentionMethod
 from polyshard.exceptions import ConfigError, MeshError, PolyshardError
 
-BATCH, HEADS, LENGTH, SIZE = 2, 4, 8, 3
+BATCH, HEADS, LENGTH, SIZE = 2, 4, 8, 16
 
 two_ranks = pytest.mark.world_size(2)
 
 
-def context() -> MeshContext:
-    return MeshContext.build(ParallelismSizes(cp_size=dist.get_world_size()))
+def context(device: str = "cpu") -> MeshContext:
+    return MeshContext.build(ParallelismSizes(cp_size=dist.get_world_size()), device=device)
 
 
 def sequence(seed: int, heads: int = HEADS, length: int = LENGTH) -> Tensor:
@@ -61,23 +67,48 @@ def test_attention_is_that_of_the_whole_sequence(ranks: RankPool, options: dict[
         assert max(differences) < 1e-6
 
 
-def attend(options: dict[str, Any]) -> list[float]:
+@two_ranks
+@pytest.mark.gpu
+def test_on_cuda_it_goes_around_a_ring(ranks: RankPool) -> None:
+    skip_without_devices()
+    for differences in ranks.run(attend, {"is_causal": True, "enable_gqa": True}, "cuda"):
+        assert max(differences) < 1e-3
+
+
+def skip_without_devices() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a CUDA device for each rank")
+
+
+@two_ranks
+def test_compiled_attention_is_that_of_the_whole_sequence(ranks: RankPool) -> None:
+    for differences in ranks.run(attend, {"is_causal": True}, compiled=True):
+        assert max(differences) < 1e-6
+
+
+def attend(options: dict[str, Any], device: str = "cpu", *, compiled: bool = False) -> list[float]:
     """Return how much output and gradients differ from those of the whole sequence."""
     heads = 2 if options.get("enable_gqa") else HEADS
-    whole = [sequence(seed, n).requires_grad_() for seed, n in enumerate((HEADS, heads, heads))]
-    expected = F.scaled_dot_product_attention(*whole, **options)
-    weights = sequence(9)
-    (expected * weights).sum().backward()
-    parts = [tensor.detach().clone() for tensor in (*whole, weights)]
-    with context_parallel(context(), buffers=parts, seq_dims=[2] * 4):
-        query, key, value = (part.requires_grad_() for part in parts[:3])
-        output = imported_attention(query, key, value, **options)
-        (output * parts[3]).sum().backward()
-        gradients = [part.grad for part in (query, key, value)]
-        for part in parts:
-            part.requires_grad_(False)
-    results = [(output, expected), *zip(gradients, (t.grad for t in whole), strict=True)]
-    return [difference(mine, rows(other, 2)) for mine, other in results]
+    whole = [sequence(seed, n).to(device) for seed, n in enumerate((HEADS, heads, heads))]
+    weights = sequence(9).to(device)
+    expected = attention_and_gradients(whole, weights, options)
+    with context_parallel(
+        context(device),
+        buffers=[*whole, weights, *expected],
+        seq_dims=[2] * (len(whole) + 1 + len(expected)),
+    ):
+        compute = torch.compile(attention_and_gradients) if compiled else attention_and_gradients
+        found = compute(whole, weights, options)
+        return [difference(mine, other) for mine, other in zip(found, expected, strict=True)]
+
+
+def attention_and_gradients(
+    tensors: list[Tensor], weights: Tensor, options: dict[str, Any]
+) -> list[Tensor]:
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    output = imported_attention(*leaves, **options)
+    (output * weights).sum().backward()
+    return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def rows(tensor: Any, dim: int) -> Tensor:
@@ -283,11 +314,8 @@ def backward_outside(needs: str) -> str:
 
 
 class Case(NamedTuple):
-    """How a model is trained; the options are of the strategy."""
-
     strategy: str
     options: Mapping[str, Any]
-    microbatches: int = 2
 
 
 CASES = [
@@ -297,42 +325,55 @@ CASES = [
     Case("megatron_fsdp", {}),
     Case("megatron_fsdp", {"activation_checkpointing": True}),
 ]
-STEPS, SEQUENCES, VOCABULARY = 3, 4, 64
+STEPS, SEQUENCES, MICROBATCHES, VOCABULARY = 3, 4, 2, 64
 
 
 @pytest.mark.world_size(2, 4)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=pytest.mark.strategy(case.strategy)) for case in CASES],
-    ids=lambda case: f"{case.strategy} {case.options.get('activation_checkpointing', '')}",
+    ids=str,
 )
 def test_training_is_that_on_whole_sequences(ranks: RankPool, case: Case) -> None:
-    expected, expected_weights = train_plain(case.microbatches)
+    expected, expected_weights = train_plain()
     for found, weights in ranks.run(train, case):
         assert found == pytest.approx(expected, rel=1e-6)
         for name, value in expected_weights.items():
             torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
 
 
-def train(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+@two_ranks
+@pytest.mark.gpu
+@pytest.mark.strategy("fsdp2")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_on_cuda(ranks: RankPool, checkpointing: bool) -> None:
+    skip_without_devices()
+    expected, _ = train_plain()
+    case = Case("fsdp2", {"mp_policy": None, "activation_checkpointing": checkpointing})
+    for found, _ in ranks.run(train, case, "cuda"):
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+def train(case: Case, device: str = "cpu") -> tuple[list[float], dict[str, Tensor]]:
     """Train Llama on two context-parallel ranks; the others are data-parallel."""
-    setup = DistributedSetup.build({"strategy": case.strategy, **case.options}, {"cp_size": 2})
+    config = resolve_config(case.strategy, **case.options)
+    setup = DistributedSetup(config, MeshContext.build(ParallelismSizes(cp_size=2), device=device))
     model, _ = setup.parallelize(llama())
     optimizer = setup.shard_optimizer(model, SGD(model.parameters(), lr=0.1, momentum=0.9))
     data = setup.mesh_context.submesh("dp")
     assert data is not None
     found = []
     for number in range(STEPS):
-        share = batch(number).chunk(data.size())[data.get_local_rank()]
-        loss = torch.zeros((), dtype=torch.float64)
-        for index, tokens in enumerate(share.chunk(case.microbatches)):
-            buffers = [tokens[:, :-1], tokens[:, 1:], positions(tokens)]
-            last = index + 1 == case.microbatches
+        share = batch(number).chunk(data.size())[data.get_local_rank()].to(setup.device)
+        loss = torch.zeros((), dtype=torch.float64, device=setup.device)
+        for index, tokens in enumerate(share.chunk(MICROBATCHES)):
+            buffers = of_sequence(tokens)
+            last = index + 1 == MICROBATCHES
             with (
                 setup.accumulate(model, last=last),
-                setup.context_parallel(buffers=buffers, seq_dims=[1] * 3),
+                setup.context_parallel(buffers=buffers, seq_dims=[1] * 4),
             ):
-                part = loss_of(model, *buffers) / case.microbatches
+                part = loss_of(model, *buffers) / MICROBATCHES
                 part.backward()
             loss += part.detach()
         dist.all_reduce(loss)
@@ -343,14 +384,13 @@ def train(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @cache
-def train_plain(microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
+def train_plain() -> tuple[list[float], dict[str, Tensor]]:
     """Train Llama on whole sequences; return losses and norms in turn, and the weights."""
     model = llama()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for number in range(STEPS):
-        tokens = batch(number)
-        loss = loss_of(model, tokens[:, :-1], tokens[:, 1:], positions(tokens))
+        loss = loss_of(model, *of_sequence(batch(number)))
         loss.backward()
         found += [loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()]
         optimizer.step()
@@ -382,10 +422,15 @@ def batch(number: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
 
 
-def positions(tokens: Tensor) -> Tensor:
-    return torch.arange(LENGTH).expand(len(tokens), LENGTH)
+def of_sequence(tokens: Tensor) -> list[Tensor]:
+    """Return inputs, targets, positions and padding mask, each (sequences, length)."""
+    inputs = tokens[:, :-1]
+    positions = torch.arange(LENGTH, device=tokens.device).expand_as(inputs)
+    return [inputs, tokens[:, 1:], positions, torch.ones_like(inputs)]
 
 
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, places: Tensor) -> Tensor:
-    logits = model(inputs, position_ids=places).logits
+def loss_of(
+    model: nn.Module, inputs: Tensor, targets: Tensor, positions: Tensor, mask: Tensor
+) -> Tensor:
+    logits = model(inputs, position_ids=positions, attention_mask=mask).logits
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
