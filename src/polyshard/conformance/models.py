@@ -136,6 +136,26 @@ class ModelWithBuffers(TinyModel):
         return super().embed(tokens) * self.scale + self.positions[: tokens.shape[1]]
 
 
+class OddModel(TinyModel):
+    """A model that is no chain of layers.
+
+    Two blocks share a layer, the module that was registered last is used first, the model owns a
+    parameter itself, has a hook, and returns a dict.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2].up = self.blocks[0].up
+        self.gain = nn.Parameter(torch.ones(1))
+        self.mixer = nn.Linear(WIDTH, WIDTH)
+        self.register_forward_hook(lambda _, __, output: {"logits": output * 1.5})
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return mixed vectors of the tokens."""
+        mixed: Tensor = self.mixer(super().embed(tokens))
+        return mixed * self.gain
+
+
 class MixedModel(TiedModel):
     """Tied, frozen in parts, and with a buffer: what changes of parameters are tried on."""
 
@@ -160,6 +180,7 @@ MODELS: Mapping[str, Callable[[], TinyModel]] = MappingProxyType(
         "frozen": FrozenModel,
         "adapter": ModelWithAdapter,
         "buffers": ModelWithBuffers,
+        "odd": OddModel,
         "mixed": MixedModel,
     }
 )
@@ -194,5 +215,6 @@ def global_batch(step: int) -> Tensor:
 
 def loss_of(model: nn.Module, tokens: Tensor, *, adapt: bool = True) -> Tensor:
     """Return the mean cross entropy of each next token, a scalar."""
-    logits = model(tokens[:, :-1], adapt=adapt)
+    output = model(tokens[:, :-1], adapt=adapt)
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
