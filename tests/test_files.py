@@ -110,6 +110,22 @@ def test_a_fault_is_reported_with_its_line(write: Write, text: str, message: str
         read_config(write(text)).structure(Outer)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("run.toml", "rate = 1\n[inner]\nsize = 2\nsice = 3\n", r"run\.toml:4: inner\.sice: "),
+        ("run.toml", "rate = 1\n\ninner.sice = 3\n", r"run\.toml:3: inner\.sice: "),
+        ("run.toml", "rate = 1\ninner = {sice = 3}\n", r"run\.toml:2: inner\.sice: "),
+        ("run.json", '{"rate": 1,\n "inner":\n\t{"sice": 3}}', r"run\.json:3: inner\.sice: "),
+    ],
+)
+def test_a_fault_in_toml_or_json_is_reported_with_its_line(
+    write: Write, name: str, text: str, place: str
+) -> None:
+    with pytest.raises(ConfigError, match=place):
+        read_config(write(text, name)).structure(Outer)
+
+
 def test_an_assignment_replaces_one_value_and_leaves_its_neighbours(write: Write) -> None:
     source = read_config(write("rate: 1\ninner:\n  size: 4\n"))
     outer = source.assign(["inner.size=7", "limit=none"]).structure(Outer)
@@ -143,5 +159,55 @@ def test_a_malformed_assignment_is_refused(text: str) -> None:
 
 
 def test_an_assignment_through_a_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'a\.b=2': expected 'a' to be a mapping, found 1"):
+    with pytest.raises(ConfigError, match=r"'a\.b=2': a: expected a mapping, found 1"):
         parse_assignments(["a=1", "a.b=2"])
+
+
+ELSEWHERE = {("rate",): ("inner", "size")}
+
+
+def test_a_value_may_stand_elsewhere(write: Write) -> None:
+    source = read_config(write("limit: 4\nrate: 2\n")).move(ELSEWHERE)
+    assert source.structure(Outer) == Outer(limit=4, inner=Inner(size=2))
+    assert source.locate(("inner", "size")).endswith("run.yaml:2")
+    assert source.locate(("limit",)).endswith("run.yaml:1")
+    assert not source.has(("rate",))
+
+
+@pytest.mark.parametrize(
+    ("text", "assignments"),
+    [
+        ("rate: 1\n", ["inner.size=2"]),
+        ("inner: {size: 1}\n", ["rate=2"]),
+        ("inner: null\n", ["rate=2"]),
+    ],
+)
+def test_an_assignment_replaces_what_stands_elsewhere(
+    write: Write, text: str, assignments: list[str]
+) -> None:
+    source = read_config(write(text)).assign(assignments).move(ELSEWHERE)
+    assert source.structure(Outer) == Outer(inner=Inner(size=2))
+    assert source.locate(("inner", "size")) == "command line"
+
+
+@pytest.mark.parametrize(
+    ("text", "assignments", "message"),
+    [
+        ("rate: 1\ninner:\n  size: 1\n", [], r"run\.yaml:1: rate, and .*run\.yaml:3: inner\.size;"),
+        ("limit: 1\n", ["inner.size=1", "rate=1"], "command line: rate, and command line: inner"),
+        ("rate: '1'\n", [], r"run\.yaml:1: rate: Inner\.size .* found '1' \(str\)"),
+        ("rate: 1\ninner: 5\n", [], r"run\.yaml:2: inner: expected a mapping, found 5 \(int\)"),
+    ],
+)
+def test_a_fault_elsewhere_is_told_where_it_stands(
+    write: Write, text: str, assignments: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_config(write(text)).assign(assignments).move(ELSEWHERE).structure(Outer)
+
+
+def test_a_plain_string_may_stand_for_a_mapping(write: Write) -> None:
+    source = read_config(write("inner: small\nlimit: 3\n"))
+    assert source.expand("inner", "size").values == {"inner": {"size": "small"}, "limit": 3}
+    assert source.expand("inner", "size").locate(("inner", "size")).endswith("run.yaml:1")
+    assert source.expand("limit", "size") == source

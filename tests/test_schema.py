@@ -9,17 +9,81 @@ from typing import Any, ClassVar
 import pytest
 from attrs import field, frozen
 from jsonschema import Draft202012Validator
+from ruamel.yaml import YAML
 
 from polyshard import DistributedConfig, hookimpl
 from polyshard.exceptions import ConfigError, StrategyNotFoundError
 from polyshard.fields import is_int, is_number, to_dtype_name
-from polyshard.files import read_config
 from polyshard.registry import StrategyRegistry, default_registry
 from polyshard.schema import describe_class, file_schema
-from polyshard.structuring import structure
-from polyshard.training.config import TrainingConfig
+from polyshard.training.config import TrainingConfig, read_run
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
+
+ACCEPTED = [
+    "distributed: null",
+    "distributed: None",
+    "distributed: ddp",
+    "distributed: DDP",
+    "distributed: Distributed-Data_Parallel",
+    pytest.param("distributed: Megatron-FSDP", marks=pytest.mark.strategy("megatron_fsdp")),
+    "distributed: {strategy: FSDP}",
+    "distributed: {strategy: ' Fsdp2 '}",
+    "distributed: {strategy: fsdp}\nmax_grad_norm: 0.5",
+    "distributed: ddp\nmax_grad_norm: none",
+    "distributed: ddp\noptimizer: {lr: 1e-3}",
+    "distributed: {strategy: fsdp2, mp_policy: {param_dtype: torch.bf16}}",
+    "distributed: {strategy: fsdp2, mp_policy: {param_dtype: BF16, reduce_dtype: Torch.Float32}}",
+    "distributed: {strategy: fsdp2, mp_policy: null, unit_modules: Block}",
+    "distributed: {strategy: fsdp2, mp_policy: none}",
+    "distributed: {strategy: fsdp2, unit_modules: [Block, Head]}",
+    "distributed: {strategy: fsdp2, tp_plan: {a.*.b: colwise}}",
+    "distributed: {strategy: fsdp2, reshard_after_forward: 4}",
+    "distributed: {strategy: fsdp2, reshard_after_forward: false}",
+    "distributed: {strategy: fsdp2, activation_checkpointing: selective}",
+    "distributed: {strategy: fsdp2, tp_size: 2}",
+    "distributed: {strategy: fsdp2, dp_size: none, dp_replicate_size: 2}",
+    "distributed: {strategy: fsdp2, dp_size: 4}\nparallelism: {tp_size: 2}",
+    "distributed: fsdp2\nparallelism: {tp_size: 2, dp_size: null}",
+    "distributed: {strategy: ddp, autocast_dtype: half, bucket_cap_mb: 2.5}",
+    "distributed: null\nmodel: {heads: 2}\noptimizer: {lr: 1}",
+]
+
+REFUSED = [
+    "steps: 1",
+    "distributed: {}",
+    "distributed: dpd",
+    "distributed: dd-p",
+    "distributed: [ddp]",
+    "distributed: {strategy: nosuch}",
+    "distributed: {strategy: null}",
+    "distributed: {strategy: ddp, static_grap: true}",
+    "distributed: {strategy: ddp, static_graph: 'false'}",
+    "distributed: {strategy: DDP, reshard_after_forward: true}",
+    "distributed: {strategy: ddp, bucket_cap_mb: 0}",
+    "distributed: {strategy: ddp, autocast_dtype: float64}",
+    "distributed: {strategy: fsdp2, activation_checkpointing: ful}",
+    "distributed: {strategy: fsdp2, mp_policy: {param_dtype: bf61}}",
+    "distributed: {strategy: fsdp2, mp_policy: {parm_dtype: null}}",
+    "distributed: {strategy: fsdp2, unit_modules: []}",
+    "distributed: {strategy: fsdp2, tp_plan: {a: colwize}}",
+    "distributed: {strategy: fsdp2, tp_plan: {}}",
+    "distributed: {strategy: fsdp2, reshard_after_forward: 1}",
+    "distributed: {strategy: fsdp2, forward_prefetch_depth: 0}",
+    "distributed: {strategy: fsdp2, tp_size: 0}",
+    "distributed: {strategy: fsdp2, tp_size: none}",
+    "distributed: {strategy: fsdp2, tp_sise: 2}",
+    "distributed: {strategy: fsdp2, tp_size: 2}\nparallelism: {tp_size: 2}",
+    "distributed: fsdp2\nparallelism: {tp_size: '2'}",
+    "distributed: fsdp2\nparallelism: none",
+    "distributed: null\nsteps: 0",
+    "distributed: null\nsteps: 1.5",
+    "distributed: null\nsteps: true",
+    "distributed: null\nstep: 1",
+    "distributed: null\nseed: null",
+    "distributed: null\ntp_size: 2",
+    "distributed: null\noptimizer: {name: sdg}",
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,65 +94,35 @@ def validator() -> Draft202012Validator:
     return Draft202012Validator(schema)
 
 
+def _as_an_editor_reads(path: Path) -> Any:
+    return YAML(typ="safe", pure=True).load(path)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_the_examples_are_valid(validator: Draft202012Validator, path: Path) -> None:
-    values = read_config(path).values
-    structure(values, TrainingConfig)
-    assert list(validator.iter_errors(values)) == []
+    read_run(path).structure(TrainingConfig)
+    assert list(validator.iter_errors(_as_an_editor_reads(path))) == []
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"distributed": None},
-        {"distributed": "ddp"},
-        {"distributed": {"strategy": "fsdp"}, "max_grad_norm": 0.5},
-        {"distributed": {"strategy": "fsdp2", "mp_policy": {"param_dtype": "torch.bf16"}}},
-        {"distributed": {"strategy": "fsdp2", "mp_policy": None, "unit_modules": "Block"}},
-        {"distributed": {"strategy": "fsdp2", "unit_modules": ["Block", "Head"]}},
-        {"distributed": {"strategy": "fsdp2", "tp_plan": {"a.*.b": "colwise"}}},
-        {"distributed": {"strategy": "fsdp2", "reshard_after_forward": 4}},
-        {"distributed": {"strategy": "fsdp2", "activation_checkpointing": "selective"}},
-        {"distributed": {"strategy": "ddp", "autocast_dtype": "half", "bucket_cap_mb": 2.5}},
-        {"distributed": None, "model": {"heads": 2}, "optimizer": {"lr": 1}},
-    ],
-)
+@pytest.mark.parametrize("text", ACCEPTED)
 def test_what_the_program_accepts_is_valid(
-    validator: Draft202012Validator, values: dict[str, Any]
+    validator: Draft202012Validator, text: str, tmp_path: Path
 ) -> None:
-    structure(values, TrainingConfig)
-    assert list(validator.iter_errors(values)) == []
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    read_run(path).structure(TrainingConfig)
+    assert list(validator.iter_errors(_as_an_editor_reads(path))) == []
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"distributed": {}},
-        {"distributed": "dpd"},
-        {"distributed": {"strategy": "nosuch"}},
-        {"distributed": {"strategy": "ddp", "static_grap": True}},
-        {"distributed": {"strategy": "ddp", "static_graph": "false"}},
-        {"distributed": {"strategy": "ddp", "reshard_after_forward": True}},
-        {"distributed": {"strategy": "ddp", "bucket_cap_mb": 0}},
-        {"distributed": {"strategy": "ddp", "autocast_dtype": "float64"}},
-        {"distributed": {"strategy": "fsdp2", "activation_checkpointing": "ful"}},
-        {"distributed": {"strategy": "fsdp2", "mp_policy": {"param_dtype": "bf61"}}},
-        {"distributed": {"strategy": "fsdp2", "mp_policy": {"parm_dtype": None}}},
-        {"distributed": {"strategy": "fsdp2", "unit_modules": []}},
-        {"distributed": {"strategy": "fsdp2", "forward_prefetch_depth": 0}},
-        {"distributed": None, "steps": 0},
-        {"distributed": None, "step": 1},
-        {"distributed": None, "seed": None},
-        {"distributed": None, "optimizer": {"name": "sdg"}},
-    ],
-)
+@pytest.mark.parametrize("text", REFUSED)
 def test_what_the_program_refuses_is_invalid(
-    validator: Draft202012Validator, values: dict[str, Any]
+    validator: Draft202012Validator, text: str, tmp_path: Path
 ) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
     with pytest.raises(ConfigError):
-        structure(values, TrainingConfig)
-    assert not validator.is_valid(values)
+        read_run(path).structure(TrainingConfig)
+    assert not validator.is_valid(_as_an_editor_reads(path))
 
 
 def test_every_field_has_its_description_and_its_default() -> None:

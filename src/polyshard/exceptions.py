@@ -40,7 +40,15 @@ class ConfigError(PolyshardError, ValueError):
 
 
 class MeshError(PolyshardError, ValueError):
-    """Parallelism sizes or a device mesh do not fit the job or the strategy."""
+    """Parallelism sizes or a device mesh do not fit the job or the strategy.
+
+    Attributes:
+        field: Name of the size at fault; None where no single one is.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ModelError(PolyshardError, ValueError):

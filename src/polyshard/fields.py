@@ -159,7 +159,7 @@ def to_dtype_name(value: object) -> Any:
     no such dtype is returned as it is, for ``is_dtype`` to refuse. torch is not imported.
     """
     if isinstance(value, str) or type(value).__module__ == "torch":
-        return _DTYPE_NAMES.get(str(value).lower().removeprefix("torch."), value)
+        return _DTYPE_NAMES.get(str(value).strip().lower().removeprefix("torch."), value)
     return value
 
 

@@ -24,6 +24,8 @@ __all__ = ["ConfigSource", "parse_assignment", "parse_assignments", "read_config
 
 T = TypeVar("T")
 KeyPath = tuple[str | int, ...]
+#: The line of each key and list entry, as far as the parser tells.
+Lines = Mapping[KeyPath, int]
 
 
 @frozen
@@ -37,8 +39,9 @@ class ConfigSource:
 
     name: str
     values: dict[str, Any]
-    _root: Node | None = None
+    _lines: Lines = field(factory=dict)
     _assigned: frozenset[KeyPath] = field(default=frozenset())
+    _moved: Mapping[KeyPath, KeyPath] = field(factory=dict)
 
     def assign(self, assignments: Iterable[str]) -> Self:
         """Return a copy in which ``key=value`` pairs, with dots for nesting, are set.
@@ -50,9 +53,46 @@ class ConfigSource:
         assigned: set[KeyPath] = set(self._assigned)
         for text in assignments:
             path, value = parse_assignment(text)
-            values = _with_value(values, path, value, text)
+            values = _assign(values, path, value, text)
             assigned.add(path)
         return evolve(self, values=values, assigned=frozenset(assigned))
+
+    def expand(self, key: str, inner: str) -> Self:
+        """Return a copy in which a plain string under ``key`` is a mapping of ``inner`` to it."""
+        value = self.values.get(key)
+        if not isinstance(value, str):
+            return self
+        return evolve(self, values={**self.values, key: {inner: value}})
+
+    def move(self, elsewhere: Mapping[KeyPath, KeyPath]) -> Self:
+        """Return a copy whose values stand in their own place, if the file has them in another.
+
+        What the command line sets in one of the two places replaces what the file has in the
+        other. Faults and origins are still told of the place where a value was written.
+
+        Args:
+            elsewhere: The other place of each value -> its own.
+
+        Raises:
+            ConfigError: The file has a value in both places, or the command line sets both.
+        """
+        values, moved = self.values, dict(self._moved)
+        for there, own in elsewhere.items():
+            if not _has(values, there):
+                continue
+            values, value = _without_value(values, there)
+            if _has(values, own):
+                if self._is_assigned(there) == self._is_assigned(own):
+                    raise ConfigError(
+                        f"expected one value, found two that mean the same: {self._name(there)}, "
+                        f"and {self._name(own)}; leave one of them out"
+                    )
+                if self._is_assigned(own):
+                    continue
+            with self.located():
+                values = _with_value(values, own, value)
+            moved[own] = there
+        return evolve(self, values=values, moved=moved)
 
     def structure(self, cls: type[T]) -> T:
         """Build an attrs class from the values.
@@ -69,14 +109,32 @@ class ConfigSource:
         try:
             yield
         except KeyPathError as error:
-            raise ConfigError(f"{self.locate(error.path)}: {error}") from error
+            written = KeyPathError(error.problem, self._written(error.path))
+            raise ConfigError(f"{self.locate(written.path)}: {written}") from error
+
+    def has(self, path: KeyPath) -> bool:
+        """Whether a value was given at this path, by the file or the command line."""
+        return _has(self.values, path)
 
     def locate(self, path: KeyPath) -> str:
         """Return where a key stands: file and line, or the command line if it was set there."""
-        if any(path[: len(assigned)] == assigned for assigned in self._assigned):
+        path = self._written(path)
+        if self._is_assigned(path):
             return "command line"
-        line = _line_of(self._root, path)
+        steps = range(len(path), 0, -1)
+        line = next((self._lines[path[:n]] for n in steps if path[:n] in self._lines), None)
         return f"{self.name}:{line}" if line else self.name
+
+    def _name(self, path: KeyPath) -> str:
+        return f"{self.locate(path)}: {'.'.join(map(str, path))}"
+
+    def _is_assigned(self, path: KeyPath) -> bool:
+        return any(path[: len(assigned)] == assigned for assigned in self._assigned)
+
+    def _written(self, path: KeyPath) -> KeyPath:
+        """Return where a value was written, for a mapping the first that came from elsewhere."""
+        moved = (there for own, there in self._moved.items() if path and own[: len(path)] == path)
+        return next(moved, path)
 
 
 def read_config(path: Path) -> ConfigSource:
@@ -94,7 +152,7 @@ def read_config(path: Path) -> ConfigSource:
             f"{path}: expected a file that ends in {', '.join(_PARSERS)}, found {path.suffix!r}"
         )
     try:
-        values, root = parse(path.read_text(encoding="utf-8"))
+        values, lines = parse(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -106,7 +164,7 @@ def read_config(path: Path) -> ConfigSource:
         raise ConfigError(f"{path}: expected a mapping, found an empty file")
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping, found {describe_value(values)}")
-    return ConfigSource(str(path), values, root)
+    return ConfigSource(str(path), values, lines)
 
 
 def parse_assignment(text: str) -> tuple[tuple[str, ...], Any]:
@@ -134,24 +192,47 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for text in texts:
         path, value = parse_assignment(text)
-        values = _with_value(values, path, value, text)
+        values = _assign(values, path, value, text)
     return values
 
 
+def _assign(values: Mapping[str, Any], path: KeyPath, value: Any, text: str) -> dict[str, Any]:
+    try:
+        return _with_value(values, path, value)
+    except KeyPathError as error:
+        raise ConfigError(f"{text!r}: {error}") from error
+
+
 def _with_value(
-    values: Mapping[str, Any], path: tuple[str, ...], value: Any, text: str
-) -> dict[str, Any]:
+    values: Mapping[Any, Any], path: KeyPath, value: Any, above: KeyPath = ()
+) -> dict[Any, Any]:
     """Return a copy of nested mappings in which one value is set."""
-    key, *rest = path
+    key, rest = path[0], path[1:]
     if not rest:
         return {**values, key: value}
     inner = values.get(key)
     inner = {} if inner is None else inner
     if not isinstance(inner, Mapping):
-        raise ConfigError(
-            f"{text!r}: expected {key!r} to be a mapping, found {describe_value(inner)}"
-        )
-    return {**values, key: _with_value(inner, tuple(rest), value, text)}
+        raise KeyPathError(f"expected a mapping, found {describe_value(inner)}", (*above, key))
+    return {**values, key: _with_value(inner, rest, value, (*above, key))}
+
+
+def _without_value(values: Mapping[Any, Any], path: KeyPath) -> tuple[dict[Any, Any], Any]:
+    """Return a copy of nested mappings that lacks one value, and the value."""
+    key, rest = path[0], path[1:]
+    if not rest:
+        return {other: values[other] for other in values if other != key}, values[key]
+    inner, value = _without_value(values[key], rest)
+    return {**values, key: inner}, value
+
+
+def _has(values: object, path: KeyPath) -> bool:
+    """Whether nested mappings hold a value at this path."""
+    for key in path:
+        if not isinstance(values, Mapping) or key not in values:
+            return False
+        values = values[key]
+    return True
 
 
 class _Malformed(Exception):
@@ -173,11 +254,11 @@ class _Constructor(SafeConstructor):
 _Constructor.add_constructor("tag:yaml.org,2002:str", _Constructor.construct_plain_or_quoted)
 
 
-def _parse_yaml(text: str) -> tuple[Any, Node | None]:
+def _parse_yaml(text: str) -> tuple[Any, Lines]:
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
     try:
-        return yaml.load(text), yaml.compose(text)
+        return yaml.load(text), dict(_lines_in(yaml.compose(text), ()))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise _Malformed(_sentence(error), mark.line + 1 if mark else None) from error
@@ -189,19 +270,49 @@ def _sentence(error: MarkedYAMLError) -> str:
     return " ".join(str(part) for part in (error.problem, error.context) if part)
 
 
-def _parse_toml(text: str) -> tuple[Any, None]:
+def _lines_in(node: Node | None, path: KeyPath) -> Iterator[tuple[KeyPath, int]]:
+    entries: Iterable[tuple[str | int, Node, Node]] = ()
+    if isinstance(node, MappingNode):
+        entries = ((key.value, key, value) for key, value in node.value)
+    elif isinstance(node, SequenceNode):
+        entries = ((index, value, value) for index, value in enumerate(node.value))
+    for step, marked, value in entries:
+        yield (*path, step), marked.start_mark.line + 1
+        yield from _lines_in(value, (*path, step))
+
+
+def _parse_toml(text: str) -> tuple[Any, Lines]:
     try:
-        return tomllib.loads(text), None
+        return tomllib.loads(text), dict(_lines_in_toml(text))
     except tomllib.TOMLDecodeError as error:
         line = re.search(r"at line (\d+)", str(error))
         raise _Malformed(str(error), int(line[1]) if line else None) from error
 
 
-def _parse_json(text: str) -> tuple[Any, None]:
+def _lines_in_toml(text: str) -> Iterator[tuple[KeyPath, int]]:
+    """Find the lines of tables and of keys in them; tomllib keeps none."""
+    table: KeyPath = ()
+    for line, written in enumerate(text.splitlines(), start=1):
+        if header := re.match(r"\s*\[([^\[\]]+)\]", written):
+            table = _toml_key(header[1])
+            yield table, line
+        elif key := re.match(r"\s*([^=#\[]+)=", written):
+            yield (*table, *_toml_key(key[1])), line
+
+
+def _toml_key(written: str) -> KeyPath:
+    return tuple(part.strip().strip("\"'") for part in written.split("."))
+
+
+def _parse_json(text: str) -> tuple[Any, Lines]:
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates), None
+        values = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         raise _Malformed(error.msg, error.lineno) from error
+    try:
+        return values, _parse_yaml(text)[1]  # JSON is YAML, but for tabs in odd places.
+    except _Malformed:
+        return values, {}
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -214,24 +325,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _PARSERS = {".yaml": _parse_yaml, ".yml": _parse_yaml, ".toml": _parse_toml, ".json": _parse_json}
-
-
-def _line_of(node: Node | None, path: KeyPath) -> int | None:
-    """Return the line of the key at the end of the path, or of the last one that is there."""
-    line = None
-    for step in path:
-        found = _child(node, step)
-        if found is None:
-            break
-        marked, node = found
-        line = marked.start_mark.line + 1
-    return line
-
-
-def _child(node: Node | None, step: str | int) -> tuple[Node, Node] | None:
-    """Return the node that bears the position of a key or index, and the node of its value."""
-    if isinstance(node, MappingNode):
-        return next(((key, value) for key, value in node.value if key.value == step), None)
-    if isinstance(node, SequenceNode) and isinstance(step, int) and step < len(node.value):
-        return node.value[step], node.value[step]
-    return None

@@ -1,7 +1,8 @@
 """A JSON Schema of config files, from the attrs classes that they are structured into.
 
-Editors read it: they complete keys and values, show descriptions and underline mistakes. What a
-field's validator alone can tell, such as a number of heads that divides the width, is left to it.
+Editors read it: they complete keys and values, show descriptions and underline mistakes. What
+several fields must tell together, such as a number of heads that divides the width, is left to the
+classes. JSON has no infinity and takes 2.0 for 2; the classes refuse both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from polyshard.config import DistributedConfig
 from polyshard.discovery import StrategyInfo
 from polyshard.exceptions import ConfigError
 from polyshard.fields import dtype_spellings, to_dtype_name
+from polyshard.files import KeyPath
 from polyshard.registry import StrategyRegistry, default_registry
 from polyshard.structuring import unstructure
 
@@ -30,6 +32,8 @@ Schema = dict[str, Any]
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _SCALARS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+#: A YAML file may spell null as none, which an editor takes for a string.
+_NULL = {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[Nn][Oo][Nn][Ee]$"}]}
 
 
 def file_schema(
@@ -38,7 +42,9 @@ def file_schema(
     """Return the schema of a file that is structured into an attrs class.
 
     Args:
-        cls: The class. Where it holds a ``DistributedConfig``, the file chooses a strategy.
+        cls: The class. Where it holds a ``DistributedConfig``, the file chooses a strategy. What it
+            says under ``elsewhere`` (see ``TrainingConfig``) may stand beside that strategy's
+            fields.
         strategies: Their names or aliases.
         registry: Where they are looked up (default: the registry of this process).
 
@@ -50,9 +56,10 @@ def file_schema(
     known = {info.name: info for info in map(registry.find, strategies)}
     configs = [(info, registry.config_class(name)) for name, info in known.items()]
     schema = {"$schema": _DIALECT, "title": cls.__name__, **_Definitions(configs).of_file(cls)}
+    # By way of JSON, which has lists for what validators give as tuples.
     as_json: Schema = json.loads(
-        json.dumps(schema)
-    )  # with lists for what validators give as tuples
+        json.dumps(schema), object_hook=lambda part: _NULL if part == {"type": "null"} else part
+    )
     return as_json
 
 
@@ -85,7 +92,13 @@ class _Definitions:
 
     def of_file(self, cls: type[Any]) -> Schema:
         root = self._of_class(cls)
-        return {**root, "$defs": self._schemas}
+        elsewhere: Mapping[KeyPath, KeyPath] = getattr(cls, "elsewhere", {})
+        for (_, key), (own, name) in elsewhere.items():
+            value = {"$ref": f"{root['properties'][own]['$ref']}/properties/{name}"}
+            for _, config in self._configs:
+                self._schemas[self._names[config]]["properties"][key] = value
+        once = [{"not": _with_both(*places)} for places in elsewhere.items()]
+        return {**root, **({"allOf": once} if once else {}), "$defs": self._schemas}
 
     def _refer(self, cls: type[Any]) -> Schema:
         if cls not in self._names:
@@ -156,15 +169,15 @@ class _Definitions:
             reference = self._refer(cls)
             own = self._schemas[self._names[cls]]
             own["properties"] = {"strategy": description, **own["properties"]}
-            chosen = {"properties": {"strategy": {"enum": names[info.name]}}}
+            chosen = {"properties": {"strategy": _spelled(names[info.name])}}
             choices.append({"if": {**chosen, "required": ["strategy"]}, "then": reference})
         mapping = {
             "type": "object",
-            "properties": {"strategy": {**description, "enum": every}},
+            "properties": {"strategy": {**description, **_completed(every)}},
             "required": ["strategy"],
             "allOf": choices,
         }
-        return {"anyOf": [mapping, {"enum": every}]}
+        return {"anyOf": [mapping, _completed(every)]}
 
 
 def _validators(attribute: attrs.Attribute[Any]) -> Iterable[Any]:
@@ -185,8 +198,31 @@ def _with_spellings(schema: Schema) -> Schema:
     if "anyOf" in schema:
         return {**schema, "anyOf": [_with_spellings(each) for each in schema["anyOf"]]}
     if "enum" in schema:
-        return {**schema, "enum": [s for name in schema["enum"] for s in dtype_spellings(name)]}
+        return _completed([s for name in schema["enum"] for s in dtype_spellings(name)])
     return schema
+
+
+def _completed(names: Iterable[str]) -> Schema:
+    """Return the schema of names in every spelling, of which editors offer the usual ones."""
+    return {"anyOf": [{"enum": list(names)}, _spelled(names)]}
+
+
+def _spelled(names: Iterable[str]) -> Schema:
+    """Return the schema of names in any case, with - or _, and with space around them."""
+    pattern = "|".join("".join(map(_in_any_case, name)) for name in names)
+    return {"type": "string", "pattern": rf"^\s*({pattern})\s*$"}
+
+
+def _in_any_case(character: str) -> str:
+    if character.isalpha():
+        return f"[{character.upper()}{character.lower()}]"
+    return "[-_]" if character == "_" else re.escape(character)
+
+
+def _with_both(there: KeyPath, own: KeyPath) -> Schema:
+    """Return the schema of a file that has a value in two places."""
+    has = {path[0]: {"type": "object", "required": [path[1]]} for path in (there, own)}
+    return {"properties": has, "required": list(has)}
 
 
 def _default(attribute: attrs.Attribute[Any]) -> Schema:

@@ -187,7 +187,8 @@ def check_parallelism(config: DistributedConfig, sizes: ParallelismSizes) -> Non
             raise MeshError(
                 f"strategy {info.name!r} ({info.origin}): expected no sizes above 1 but "
                 f"{', '.join(supported)}, found {name}={size}; leave it out, or choose a strategy "
-                "that supports it"
+                "that supports it",
+                field=name,
             )
 
 

@@ -28,7 +28,7 @@ from polyshard.discovery import describe_owner
 from polyshard.exceptions import ConfigError
 from polyshard.fields import describe_value
 
-__all__ = ["KeyPathError", "structure", "structure_config", "unstructure"]
+__all__ = ["KeyPathError", "UnknownKeyError", "structure", "structure_config", "unstructure"]
 
 T = TypeVar("T")
 Config = TypeVar("Config", bound=DistributedConfig)
@@ -48,6 +48,29 @@ class KeyPathError(ConfigError):
         self.problem = problem
         where = ".".join(map(str, path))
         super().__init__(f"{where}: {problem}" if where else problem)
+
+
+class UnknownKeyError(KeyPathError):
+    """A key that is no field of its class.
+
+    Attributes:
+        cls: The class.
+        key: The key.
+    """
+
+    def __init__(
+        self, cls: type[Any], key: str, path: Path, *, beside: typing.Iterable[str] = ()
+    ) -> None:
+        """Name the nearest valid key: a field, or one that the file may have ``beside`` them."""
+        self.cls = cls
+        self.key = key
+        own, more = [a.name for a in attrs.fields(cls)], list(beside)
+        super().__init__(
+            f"{cls.__name__} ({describe_owner(cls)}) has no field {key!r}"
+            f"{nearest(key, [*own, *more])}; its fields are {', '.join(own) or 'none'}"
+            + (f"; beside them may be {', '.join(more)}" if more else ""),
+            path,
+        )
 
 
 def structure(value: object, cls: type[T], *, path: Path = ()) -> T:
@@ -128,13 +151,8 @@ def _faults(error: BaseException, path: Path) -> Iterator[KeyPathError]:
         for inner in error.exceptions:
             yield from _faults(inner, (*path, *_steps(inner)))
     elif isinstance(error, ForbiddenExtraKeysError):
-        valid = [a.name for a in attrs.fields(error.cl)]
         for key in sorted(error.extra_fields):
-            problem = (
-                f"{error.cl.__name__} ({describe_owner(error.cl)}) has no field {key!r}"
-                f"{nearest(key, valid)}; its fields are {', '.join(valid) or 'none'}"
-            )
-            fault = KeyPathError(problem, (*path, key))
+            fault: KeyPathError = UnknownKeyError(error.cl, key, (*path, key))
             fault.__cause__ = error
             yield fault
     elif isinstance(error, KeyPathError):

@@ -56,6 +56,16 @@ def test_show_tells_the_origin_of_every_value(polyshard: Polyshard, file: Path) 
         assert line in shown
 
 
+@pytest.mark.parametrize("place", ["distributed", "parallelism"])
+def test_show_takes_sizes_in_both_places(polyshard: Polyshard, file: Path, place: str) -> None:
+    file.write_text("distributed: fsdp2\n")
+    ran = polyshard("config", "show", "run.yaml", f"{place}.tp_size=2")
+    assert ran.returncode == 0, ran.stderr
+    shown = [" ".join(line.split()) for line in ran.stdout.splitlines()]
+    assert {'strategy: "fsdp2" # run.yaml:1', "tp_size: 2 # command line"} <= {*shown}
+    assert "dp_size: null # default" in shown
+
+
 def test_what_show_prints_is_a_file_with_the_same_values(polyshard: Polyshard, file: Path) -> None:
     shown = file.with_name("shown.yaml")
     shown.write_text(polyshard("config", "show", file, "data.path='#1: a'").stdout)

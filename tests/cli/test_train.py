@@ -49,6 +49,14 @@ def test_it_starts_processes_and_tells_the_config_and_the_loss(polyshard: Polysh
     assert "ddp: step 3 of 3, loss" in done.stderr
 
 
+def test_sizes_may_be_set_beside_the_strategy(polyshard: Polyshard) -> None:
+    changes = ("distributed=fsdp2", "distributed.tp_size=2", "steps=1")
+    done = polyshard("train", "run.yaml", "--nproc", 2, "--device", "cpu", *changes)
+    assert done.returncode == 0, done.stderr
+    assert "  tp_size: 2" in done.stdout
+    assert "final loss" in done.stdout
+
+
 def test_under_torchrun_it_joins_the_group() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = ["-m", "polyshard.cli", "train", "run.yaml", "--device", "cpu"]
@@ -82,6 +90,9 @@ def test_the_example_in_the_repository_is_right(polyshard: Polyshard) -> None:
         (("", ""), ("--nproc", "3"), "run.yaml:9: batch_size: expected a multiple of 3"),
         (("", ""), ("stepz=3",), "command line: stepz: "),
         (("", ""), ("steps",), "expected key=value"),
+        (("", ""), ("distributed.tp_size=2",), "command line: distributed.tp_size: strategy 'ddp'"),
+        (("", ""), ("distributed.pp_size=2",), "command line: distributed.pp_size: strategy 'ddp'"),
+        (("", ""), ("parallelism.ep_size=2",), "command line: parallelism.ep_size: strategy 'ddp'"),
         (("", ""), ("distributed=none", "--nproc", "2"), "expected a strategy for 2 processes"),
     ],
 )

@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from polyshard.exceptions import PluginError
-from polyshard.files import ConfigSource, KeyPath, read_config
+from polyshard.files import ConfigSource, KeyPath
 from polyshard.registry import default_registry
 from polyshard.schema import file_schema
-from polyshard.training.config import TrainingConfig
+from polyshard.training.config import TrainingConfig, read_run
 
 __all__ = ["config"]
 
@@ -32,7 +32,7 @@ def show(config_file: Path, assignments: Sequence[str]) -> None:
     Checks the file as `polyshard train` does. The output is YAML; a comment behind each value
     names the file and line, the command line, or the default.
     """
-    source = read_config(config_file).assign(assignments)
+    source = read_run(config_file, assignments)
     values = source.structure(TrainingConfig).to_dict()
     lines = list(_lines(values, source, ()))
     width = max(len(text) for text, _ in lines)
@@ -82,9 +82,4 @@ def _lines(
 
 
 def _origin(source: ConfigSource, path: KeyPath) -> str:
-    values: Any = source.values
-    for key in path:
-        if not isinstance(values, Mapping) or key not in values:
-            return "default"
-        values = values[key]
-    return source.locate(path)
+    return source.locate(path) if source.has(path) else "default"

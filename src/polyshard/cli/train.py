@@ -16,11 +16,10 @@ from ruamel.yaml import YAML
 from polyshard.cli.output import show_bytes, show_seconds
 from polyshard.cli.progress import StepProgress
 from polyshard.exceptions import PolyshardError
-from polyshard.files import read_config
 from polyshard.group import Surroundings, find_surroundings, join_group, leave, meet
 from polyshard.launch import Job, check_capacity, default_processes, launch
 from polyshard.structuring import KeyPathError
-from polyshard.training.config import TrainingConfig
+from polyshard.training.config import TrainingConfig, read_run
 from polyshard.training.data import Batches, read_text
 
 __all__ = ["train"]
@@ -48,7 +47,7 @@ def train(
     Each KEY=VALUE sets a key of the file, with dots for nesting: optimizer.lr=0.1. Under torchrun
     or SLURM this process joins the group that is there; otherwise it starts --nproc processes.
     """
-    source = read_config(config_file).assign(assignments)
+    source = read_run(config_file, assignments)
     config = source.structure(TrainingConfig)
     surroundings = find_surroundings()
     if surroundings is None:

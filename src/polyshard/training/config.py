@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
 
 from attrs import Attribute, field, fields, frozen
 
 from polyshard.config import DistributedConfig
 from polyshard.exceptions import ConfigError, MeshError, PolyshardError
 from polyshard.fields import is_int, is_number, is_one_of, is_str, optional
+from polyshard.files import ConfigSource, KeyPath, read_config
 from polyshard.mesh import ParallelismSizes
 from polyshard.resolve import resolve_config
 from polyshard.setup import check_parallelism
-from polyshard.structuring import KeyPathError, unstructure
+from polyshard.structuring import KeyPathError, UnknownKeyError, unstructure
 
-__all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "TrainingConfig"]
+__all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "TrainingConfig", "read_run"]
+
+_SIZES = tuple(size.name for size in fields(ParallelismSizes))
 
 
 def _divides_width(instance: ModelConfig, attribute: Attribute[int], value: int) -> None:
@@ -91,12 +96,30 @@ class OptimizerConfig:
         return 0.001 if self.name == "adamw" else 0.02
 
 
+def read_run(path: Path, assignments: Iterable[str] = ()) -> ConfigSource:
+    """Read the file of a run, with ``key=value`` pairs set, for ``TrainingConfig``.
+
+    A strategy's name may stand for its mapping, and sizes wherever the class says.
+
+    Raises:
+        ConfigError: As ``read_config``, ``ConfigSource.assign`` and ``ConfigSource.move`` do.
+    """
+    source = read_config(path).expand("distributed", "strategy")
+    for assignment in assignments:
+        source = source.assign([assignment]).expand("distributed", "strategy")
+    return source.move(TrainingConfig.elsewhere)
+
+
 def _to_distributed(value: object) -> DistributedConfig | None:
     """Resolve what a file says of the strategy; errors get the key under which it stands."""
     if value is None:
         return None
     try:
         return resolve_config(value)  # type: ignore[arg-type]
+    except UnknownKeyError as error:
+        sizes = _SIZES if len(error.path) == 1 else ()
+        path = ("distributed", *error.path)
+        raise UnknownKeyError(error.cls, error.key, path, beside=sizes) from error
     except KeyPathError as error:
         raise KeyPathError(error.problem, ("distributed", *error.path)) from error
     except PolyshardError as error:
@@ -111,8 +134,8 @@ class TrainingConfig:
         distributed: The strategy's config, or a mapping with its name under ``"strategy"``. None
             is plain PyTorch in one process.
         parallelism: How many ranks each kind of parallelism has; what is left out of ``dp_size``
-            is inferred. The model cannot train on parts of a sequence, so that there is no
-            context parallelism.
+            is inferred. A file may have the sizes under ``distributed`` as well. The model cannot
+            train on parts of a sequence, so that there is no context parallelism.
         model: Shape of the model, or its folder.
         data: The text.
         optimizer: How the weights are updated.
@@ -122,7 +145,12 @@ class TrainingConfig:
             gradients.
         max_grad_norm: Global norm to which gradients are clipped; None leaves them alone.
         seed: Of the initial weights and of the order of the text.
+        elsewhere: Where else in a file a value may stand -> its own place.
     """
+
+    elsewhere: ClassVar[Mapping[KeyPath, KeyPath]] = {
+        ("distributed", size): ("parallelism", size) for size in _SIZES
+    }
 
     distributed: DistributedConfig | None = field(converter=_to_distributed)
     parallelism: ParallelismSizes = field(factory=ParallelismSizes)
@@ -149,7 +177,8 @@ class TrainingConfig:
             try:
                 check_parallelism(self.distributed, self.parallelism)
             except MeshError as error:
-                raise KeyPathError(str(error), ("parallelism",)) from error
+                size = () if error.field is None else (error.field,)
+                raise KeyPathError(str(error), ("parallelism", *size)) from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole config as plain values, from which it can be structured again."""

@@ -85,6 +85,13 @@ def _to_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+@accepts(
+    {
+        "type": "object",
+        "additionalProperties": {"enum": TENSOR_PARALLEL_STYLES},
+        "minProperties": 1,
+    }
+)
 def _is_plan(instance: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, Mapping) or not value:
         reject(instance, attribute, value, "a mapping of module names to styles")
@@ -105,6 +112,7 @@ def _is_parallel_style(value: object) -> bool:
     )
 
 
+@accepts({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 2}]})
 def _is_reshard(instance: object, attribute: Attribute[Any], value: object) -> None:
     if not isinstance(value, int) or (value < 2 and not isinstance(value, bool)):
         reject(instance, attribute, value, "true, false, or a number of at least 2 ranks")
