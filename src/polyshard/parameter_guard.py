@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, ClassVar, TypeGuard
 
 import torch
@@ -16,6 +17,8 @@ from polyshard.rebuilding import Place, places_of
 __all__ = ["ParameterGuard"]
 
 _ATTRIBUTE = "_polyshard_guard"
+_DTYPE = attrgetter("dtype")
+_TRAINED = attrgetter("requires_grad")
 _CURE = "do it inside `with polyshard.rebuild(model, config):`"
 
 
@@ -54,14 +57,21 @@ class ParameterGuard:
             (place, p, p.dtype, p.requires_grad if self.settles_training else None)
             for place, p in _all_places(self.model)
         ]
-        self.modules = list(self.model.modules())
+        self.parameters = [parameter for _, parameter, *_ in self.expected]
+        modules = list(self.model.modules())
+        self.tables: list[dict[str, Any]] = [m._parameters for m in modules]
+        self.tables += [m._modules for m in modules]
         self.parts = self._present_parts()
+        self.traits = self._present_traits()
 
     def _present_parts(self) -> list[object]:
         """Return everything that the known modules hold now, in order."""
-        parts: list[object] = [p for module in self.modules for p in module._parameters.values()]
-        parts += [child for module in self.modules for child in module._modules.values()]
-        return parts
+        return list(chain.from_iterable(map(dict.values, self.tables)))
+
+    def _present_traits(self) -> list[list[object]]:
+        """Return what must stay of each parameter, in lists that are made without a loop here."""
+        kinds = (_DTYPE, _TRAINED) if self.settles_training else (_DTYPE,)
+        return [list(map(kind, self.parameters)) for kind in kinds]
 
     @staticmethod
     def of(called: nn.Module) -> ParameterGuard | None:
@@ -86,10 +96,7 @@ class ParameterGuard:
         return (
             len(present) == len(self.parts)
             and all(map(is_, present, self.parts))
-            and all(
-                parameter.dtype is dtype and trained in (None, parameter.requires_grad)
-                for _, parameter, dtype, trained in self.expected
-            )
+            and self._present_traits() == self.traits
         )
 
     def _check_places(self) -> None:
