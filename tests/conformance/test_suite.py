@@ -45,6 +45,7 @@ FOUND = {
         ("adds, averages not", {"model": "plain", "optimizer": "sgd", "passed": False}),
         ("averages all but one", {"model": "frozen", "optimizer": "sgd", "passed": False}),
     ],
+    "test_layouts_of_two_ranks": [("adds, averages not", {"layout": "DP 2"})],
     "test_learning_rate_schedule_is_followed": [("ignores the schedule", {})],
     "test_evaluation_changes_nothing": [
         ("evaluation clears gradients", {"model": "tied", "evaluate": "before step"}),

@@ -41,9 +41,3 @@ class TestReplicas(StrategyConformance):
 class TestShardedReplicas(StrategyConformance):
     config = MegatronFSDPConfig(outer_dp_sharding_strategy=1)
     sizes = ParallelismSizes(dp_replicate_size=2)
-
-
-@pytest.mark.world_size(4)
-class TestContextParallel(StrategyConformance):
-    config = MegatronFSDPConfig()
-    sizes = ParallelismSizes(cp_size=2)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from attrs import field, frozen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -112,6 +111,7 @@ NOT_ALL_SHARDED = refused("outer_dp_sharding_strategy=1 needs zero_dp_strategy=3
 NO_SHARDS = refused("init_fsdp_with_meta_device=True needs zero_dp_strategy 1, 2 or 3", 0)
 FROZEN = Recipe(model="frozen", steps=3, max_norm=0.1)
 PLAIN = Recipe(steps=3, max_norm=0.1)
+ATTENTION = Recipe(model="mixed", steps=3, max_norm=0.1)
 ACCUMULATED = Recipe(model="adapter", steps=3, microbatches=3, unadapted="first microbatch")
 
 #: By what the page calls them.
@@ -153,9 +153,9 @@ ROWS: Mapping[str, Row] = {
         refused=refused(r"'dp_replicate' before 'dp_shard' .*order \[0, 2, 1, 3\]", 3)
         | NOT_ALL_SHARDED,
     ),
-    "context parallel": Row(mesh=CONTEXT),
+    "context parallel": Row(mesh=CONTEXT, recipe=ATTENTION),
     "context parallel, flattened by the script": Row(
-        mesh={**CONTEXT, "tp": 1}, flattened=("dp", "cp")
+        mesh={**CONTEXT, "tp": 1}, flattened=("dp", "cp"), recipe=ATTENTION
     ),
     "context parallel, as one dimension `dp_cp`": Row(mesh={"dp_cp": 4}),
     "tensor parallel, column- and row-wise": Row(mesh=TENSOR, options={"tp_plan": MLP}),
@@ -164,7 +164,7 @@ ROWS: Mapping[str, Row] = {
     "tensor parallel, frozen layers": Row(mesh=TENSOR, options={"tp_plan": MLP}, recipe=FROZEN),
     "tensor parallel by the model's own plan": Row(mesh=TENSOR, prepare=plan_itself, recipe=PLAIN),
     "tensor parallel by the script": Row(mesh=TENSOR, prepare=split_by_script),
-    "tensor and context parallel": Row(mesh={"dp": 1, "cp": 2, "tp": 2}, options={"tp_plan": MLP}),
+    "tensor and context parallel": Row(mesh={"dp": 1, "cp": 2, "tp": 2}, recipe=ATTENTION),
     "tensor parallel alone, which the wheel does not wrap": Row(
         mesh={"dp": 1, "tp": 4}, options={"tp_plan": MLP}
     ),
@@ -188,17 +188,6 @@ ROWS: Mapping[str, Row] = {
 }
 
 
-class SplitTraining(Training):
-    """A training in which tensor-parallel ranks, neighbours in the mesh, get the same data."""
-
-    def __init__(self, *arguments: Any, tensor: int) -> None:
-        super().__init__(*arguments)
-        self.tensor = tensor
-
-    def share(self, tokens: Tensor) -> Tensor:
-        return tokens.chunk(dist.get_world_size() // self.tensor)[dist.get_rank() // self.tensor]
-
-
 def train(name: str, stage: int, passed: bool) -> Outcome | str:
     """Train a row under a stage on every rank, or return the error that refuses it."""
     row = ROWS[name]
@@ -217,7 +206,7 @@ def train(name: str, stage: int, passed: bool) -> Outcome | str:
     if optimizer is None:
         optimizer = build_optimizer(row.recipe.optimizer, wrapped)
     optimizer = maybe_shard_optimizer(wrapped, optimizer, config)
-    training = SplitTraining(wrapped, optimizer, row.recipe, config, tensor=row.mesh.get("tp", 1))
+    training = Training(wrapped, optimizer, row.recipe, config, mesh)
     training.train(range(row.recipe.steps))
     return training.outcome()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +23,18 @@ __all__ = [
     "TinyModel",
     "build_model",
     "global_batch",
+    "inputs_and_targets",
     "loss_of",
+    "loss_on",
     "stamp",
     "stamps_of",
+    "tables_of_places",
 ]
 
 VOCABULARY = 33
 WIDTH = 16
-LENGTH = 6
+HEAD_SIZE = 8
+LENGTH = 9  # eight tokens and their successors, which several ranks can share
 BLOCKS = 3
 
 #: Sequences in one global batch: three microbatches of a size that 1, 2, 4 and 8 ranks share.
@@ -156,20 +161,49 @@ class OddModel(TinyModel):
         return mixed * self.gain
 
 
-class MixedModel(TiedModel):
-    """Tied, frozen in parts, and with a buffer: what changes of parameters are tried on."""
-
-    scale: Tensor
+class AttentionBlock(Block):
+    """A block with causal attention, in which only places of one sequence meet."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the block's output, of the shape of ``hidden``: (batch, length, width)."""
+        normed = self.attention_norm(hidden)
+        query, key, value = (
+            project(normed).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        update: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return super().forward(hidden + update)
+
+
+class MixedModel(TiedModel):
+    """Tied, frozen in parts, with a buffer and attention: for changes of parameters and layouts.
+
+    Tensor parallelism divides its heads and features, context parallelism the places of a
+    sequence.
+    """
+
+    _tp_plan: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {f"blocks.*.{name}": "colwise" for name in ("query", "key", "value", "up")}
+        | {f"blocks.*.{name}": "rowwise" for name in ("output", "down")}
+    )
+    places: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(BLOCKS))
         self.blocks[0].requires_grad_(False)
         self.blocks[2].get_parameter("up.weight").requires_grad_(False)
-        self.register_buffer("scale", torch.rand(WIDTH))
+        self.register_buffer("places", torch.rand(LENGTH - 1, WIDTH))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the scaled vectors of the tokens."""
-        return super().embed(tokens) * self.scale
+        """Return the vectors of the tokens, scaled by their places."""
+        return super().embed(tokens) * self.places
 
 
 #: The models by the name under which a ``Recipe`` asks for them.
@@ -213,8 +247,23 @@ def global_batch(step: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
 
 
+def inputs_and_targets(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens that a model sees and those that follow each: (batch, length - 1)."""
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def tables_of_places(model: nn.Module) -> list[Tensor]:
+    """Return the buffers of a model, wrapped or not, that have a row for each place."""
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("places")]
+
+
+def loss_on(model: nn.Module, inputs: Tensor, targets: Tensor, *, adapt: bool = True) -> Tensor:
+    """Return the mean cross entropy of each target, a scalar."""
+    output = model(inputs, adapt=adapt)
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def loss_of(model: nn.Module, tokens: Tensor, *, adapt: bool = True) -> Tensor:
     """Return the mean cross entropy of each next token, a scalar."""
-    output = model(tokens[:, :-1], adapt=adapt)
-    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return loss_on(model, *inputs_and_targets(tokens), adapt=adapt)

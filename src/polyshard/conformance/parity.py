@@ -20,7 +20,14 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from polyshard.conformance.models import build_model, global_batch, loss_of
+from polyshard.conformance.models import (
+    build_model,
+    global_batch,
+    inputs_and_targets,
+    loss_on,
+    tables_of_places,
+)
+from polyshard.context_parallelism import context_parallel
 from polyshard.lifecycle import (
     accumulate,
     clip_grad_norm,
@@ -190,11 +197,10 @@ class PlainTraining:
         pieces = self.recipe.microbatches or 1
         loss = 0.0
         for index, tokens in enumerate(global_batch(step).chunk(pieces)):
-            with self.accumulate(last=index + 1 == pieces):
-                part = loss_of(
-                    self.model, self.share(tokens), adapt=self.recipe.adapts(step, index)
-                )
-                part = part / pieces
+            sequences = inputs_and_targets(self.share(tokens))
+            with self.accumulate(last=index + 1 == pieces), self.cut(*sequences):
+                adapt = self.recipe.adapts(step, index)
+                part = loss_on(self.model, *sequences, adapt=adapt) / pieces
                 part.backward()  # type: ignore[no-untyped-call]
             loss += part.item()
         return loss
@@ -207,8 +213,9 @@ class PlainTraining:
 
     def _evaluate(self, step: int) -> None:
         self.model.eval()
-        with torch.no_grad():
-            loss = loss_of(self.model, self.share(global_batch(step + 100)))
+        sequences = inputs_and_targets(self.share(global_batch(step + 100)))
+        with torch.no_grad(), self.cut(*sequences):
+            loss = loss_on(self.model, *sequences)
         self.evaluations.append(loss.item())
         self.model.train()
 
@@ -229,6 +236,10 @@ class PlainTraining:
         """Return the context of one microbatch."""
         return nullcontext()
 
+    def cut(self, *sequences: Tensor) -> AbstractContextManager[None]:
+        """Return the context in which sequences are the parts that this process computes."""
+        return nullcontext()
+
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clip the gradients and return their norm before."""
         parameters = self.model.parameters()
@@ -244,26 +255,53 @@ class PlainTraining:
 
 
 class Training(PlainTraining):
-    """A training under a strategy, on every rank."""
+    """A training under a strategy, on every rank.
+
+    Ranks that differ in the mesh dimension ``tp`` alone train on the same sequences, those that
+    differ in ``cp`` on parts of the same ones; without a mesh each has sequences of its own.
+    """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, recipe: Recipe, config: DistributedConfig
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe,
+        config: DistributedConfig,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__(model, optimizer, recipe)
         self.config = config
+        self.mesh = mesh
         self.device = next(model.parameters()).device
 
     def share(self, tokens: Tensor) -> Tensor:
         """Return this rank's equal part of a batch, on the device of the model."""
-        if not dist.is_initialized():
-            return tokens.to(self.device)
-        size = dist.get_world_size()
-        if len(tokens) % size:
+        index, count = self._place()
+        if len(tokens) % count:
             raise ValueError(
-                f"expected a number of ranks that divides {len(tokens)} sequences, found {size}; "
+                f"expected a number of ranks that divides {len(tokens)} sequences, found {count}; "
                 "use 1, 2, 4 or 8 ranks"
             )
-        return tokens.chunk(size)[dist.get_rank()].to(self.device)
+        return tokens.chunk(count)[index].to(self.device)
+
+    def _place(self) -> tuple[int, int]:
+        """Return which part of a batch is this rank's, and of how many."""
+        if self.mesh is None:
+            return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        index, count = 0, 1
+        names = self.mesh.mesh_dim_names or ()
+        for name, place, size in zip(
+            names, self.mesh.get_coordinate() or (), self.mesh.shape, strict=True
+        ):
+            if name not in ("cp", "tp"):
+                index, count = index * size + place, count * size
+        return index, count
+
+    def cut(self, *sequences: Tensor) -> AbstractContextManager[None]:
+        """Return Polyshard's context for context-parallel ranks."""
+        tables = tables_of_places(self.model)
+        dims = [1] * len(sequences) + [0] * len(tables)
+        return context_parallel(self.mesh, buffers=[*sequences, *tables], seq_dims=dims)
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Return Polyshard's context if the recipe has microbatches."""
@@ -319,7 +357,7 @@ def wrap(
         model: The model (default: the recipe's, from seed 0 on every rank).
         passed: Whether the optimizer is built before and passed to ``parallelize``, or built on
             the parallelized model and given to ``maybe_shard_optimizer``.
-        sizes: Of the mesh, data parallelism only (default: one dimension over all ranks).
+        sizes: Of the mesh (default: one data-parallel dimension over all ranks).
     """
     model = build_model(recipe.model) if model is None else model
     early = build_optimizer(recipe.optimizer, model) if passed else None
@@ -338,7 +376,7 @@ def start(
 ) -> Training:
     """Return a training whose model and optimizer are those of ``wrap``."""
     wrapped, optimizer = wrap(config, recipe, model=model, passed=passed, sizes=sizes)
-    return Training(wrapped, optimizer, recipe, config)
+    return Training(wrapped, optimizer, recipe, config, mesh_of(sizes))
 
 
 def train_under(

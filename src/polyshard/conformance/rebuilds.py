@@ -96,7 +96,7 @@ def train_after(
             optimizer = maybe_shard_optimizer(model, optimizer, config)
         except OptimizerError as error:
             return str(error)
-        training = Training(model, optimizer, RECIPE, config)
+        training = Training(model, optimizer, RECIPE, config, mesh_of(sizes))
     training.train(AFTER)
     return Trained(outcome=training.outcome(), stamps=stamps_of(model))
 

@@ -146,7 +146,7 @@ def train_with_wrong_optimizer(
             optimizer = maybe_shard_optimizer(model, before, config)
         else:
             optimizer = build_optimizer(recipe.optimizer, model)
-        training = Training(model, optimizer, recipe, config)
+        training = Training(model, optimizer, recipe, config, mesh_of(sizes))
         training.train(range(recipe.steps))
     except PolyshardError as error:
         return str(error)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import pytest
 
 from polyshard.conformance import scenarios
+from polyshard.conformance.layouts import LAYOUTS, layouts_of
 from polyshard.conformance.models import MODELS, build_model, stamp, stamps_of
 from polyshard.conformance.parity import (
     Outcome,
@@ -33,7 +34,7 @@ _Result = TypeVar("_Result")
 
 # Models that have what "plain" has, and a difficulty each.
 _tied_and_frozen = pytest.mark.parametrize("model", ["tied", "frozen"])
-# "mixed" has what several others have, and is for rebuilds.
+# "mixed" has what several others have, and is for rebuilds and layouts.
 _every_model = pytest.mark.parametrize("model", sorted(MODELS.keys() - {"mixed"}))
 _either_optimizer = pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 _either_time = pytest.mark.parametrize("passed", [False, True], ids=["built after", "passed"])
@@ -68,7 +69,8 @@ class StrategyConformance:
 
     Attributes:
         config: The config to test. It is used in full precision.
-        sizes: Of the mesh; None is one data-parallel dimension over all ranks.
+        sizes: Of the mesh, data parallelism only; None is one dimension over all ranks. With None
+            the strategy is tried in every layout that it declares, too.
         deviations: What the strategy fails.
     """
 
@@ -83,6 +85,14 @@ class StrategyConformance:
                     f"{cls.__name__}.deviations: expected the name of a test, found "
                     f"{deviation.test!r}"
                 )
+        if cls.sizes is not None:
+            cls.test_layouts_of_two_ranks = cls.test_layouts_of_four_ranks = None  # type: ignore[method-assign, assignment]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Repeat a test of layouts for those that the strategy declares; called by pytest."""
+        marker = metafunc.definition.get_closest_marker("world_size")
+        if "layout" in metafunc.fixturenames and marker is not None:
+            metafunc.parametrize("layout", layouts_of(self.config, *marker.args))
 
     @pytest.fixture(autouse=True)
     def _expect_deviations(self, request: pytest.FixtureRequest) -> None:
@@ -199,6 +209,24 @@ class StrategyConformance:
         Also between backward and step.
         """
         self._assert_trains_like_one_process(ranks, Recipe(model=model, evaluate=evaluate))
+
+    @pytest.mark.world_size(2)
+    def test_layouts_of_two_ranks(self, ranks: RankPool, layout: str) -> None:
+        """Ranks that share heads and features, or places of a sequence, train the same model."""
+        self._assert_trains_in_layout(ranks, layout)
+
+    @pytest.mark.world_size(4)
+    def test_layouts_of_four_ranks(self, ranks: RankPool, layout: str) -> None:
+        """Also where some of the ranks have data of their own, or are replicas."""
+        self._assert_trains_in_layout(ranks, layout)
+
+    def _assert_trains_in_layout(self, ranks: RankPool, layout: str) -> None:
+        recipe = Recipe(
+            model="mixed", steps=2, microbatches=3, max_norm=0.1, evaluate="before step"
+        )
+        config = self.config.in_full_precision()
+        outcomes = ranks.run(train_under, config, recipe, sizes=LAYOUTS[layout])
+        assert_parity(outcomes, train_plain(recipe), recipe)
 
     @pytest.mark.parametrize("mistake", ["built before", "not sharded"])
     def test_wrong_optimizer_is_never_silent(

@@ -53,10 +53,7 @@ def test_training_equals_one_process(
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
-        ({}, {}),
-        ({}, {"dp_replicate_size": 2}),
         ({}, {"dp_replicate_size": 4}),
-        ({}, {"cp_size": 2}),
         ({}, {"dp_replicate_size": 2, "cp_size": 2}),
         ({"reshard_after_forward": 2, "defer_fsdp_grad_sync": False}, {}),
     ],
@@ -66,7 +63,7 @@ def test_training_equals_one_process(
 def test_four_ranks_equal_one_process(
     ranks: RankPool, options: dict[str, Any], sizes: dict[str, int], microbatches: int | None
 ) -> None:
-    recipe = Recipe(model="tied", microbatches=microbatches, max_norm=0.5)
+    recipe = Recipe(model="mixed", microbatches=microbatches, max_norm=0.5)
     config = FSDP2Config(**options).in_full_precision()
     shape = ParallelismSizes(**sizes)
     outcomes = ranks.run(train_under, config, recipe, passed=True, sizes=shape)
