@@ -19,6 +19,15 @@ from polyshard.training.model import build_model
 transformers = pytest.importorskip("transformers", reason="needs the extra polyshard[hf]")
 
 LENGTH = 16
+TINY: dict[str, Any] = {
+    "vocab_size": 260,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": LENGTH,
+}
 
 
 @pytest.fixture
@@ -30,22 +39,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 def save(folder: Path, **options: Any) -> None:
-    shape = {
-        "vocab_size": 260,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": LENGTH,
-    }
-    config = transformers.LlamaConfig(**(shape | options))
+    config = transformers.LlamaConfig(**(TINY | options))
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
-def config_of(folder: Path, distributed: object = None, **model: Any) -> TrainingConfig:
+def config_of(
+    folder: Path, distributed: object = None, *, cp_size: int = 1, **model: Any
+) -> TrainingConfig:
     values = {
         "distributed": distributed,
+        "parallelism": {"cp_size": cp_size},
         "model": {"hf": str(folder), **model},
         "data": {"sequence_length": LENGTH},
         "steps": 3,
@@ -54,8 +57,8 @@ def config_of(folder: Path, distributed: object = None, **model: Any) -> Trainin
     return structure(values, TrainingConfig)
 
 
-def losses(folder: Path, distributed: object) -> list[float]:
-    config = config_of(folder, distributed)
+def losses(folder: Path, distributed: object, cp_size: int = 1) -> list[float]:
+    config = config_of(folder, distributed, cp_size=cp_size)
     joined = dist.is_initialized()
     place = Place(
         rank=dist.get_rank() if joined else 0,
@@ -90,6 +93,29 @@ def test_it_trains_as_one_process_does(
     assert expected[-1] < expected[0]
     for found in ranks.run(losses, folder, strategy):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.strategy("fsdp2")
+def test_it_trains_on_parts_of_sequences(ranks: RankPool, folder: Path) -> None:
+    strategy = {"strategy": "fsdp2", "mp_policy": None, "activation_checkpointing": True}
+    for found in ranks.run(losses, folder, strategy, cp_size=2):
+        assert found == pytest.approx(losses(folder, None), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "problem"),
+    [
+        ("Mistral", {"sliding_window": LENGTH // 2}, "one with a window of 8; leave cp_size out"),
+        ("Bloom", {"n_layer": 1, "n_head": 2}, "takes position_ids .* Bloom"),
+    ],
+)
+def test_a_model_that_cannot_train_on_parts_is_refused(
+    tmp_path: Path, kind: str, options: dict[str, Any], problem: str
+) -> None:
+    getattr(transformers, f"{kind}Config")(**TINY, **options).save_pretrained(tmp_path)
+    with pytest.raises(KeyPathError, match=problem):
+        build_model(config_of(tmp_path, "fsdp2", cp_size=2))
 
 
 def test_it_has_the_weights_of_the_folder_in_float32(folder: Path) -> None:

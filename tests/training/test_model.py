@@ -39,5 +39,6 @@ def test_the_seed_decides_the_initial_weights() -> None:
 
 
 def test_an_untrained_model_is_as_good_as_a_guess() -> None:
-    loss = next_byte_loss(build_model(CONFIG), torch.randint(256, (4, 9)))
+    inputs, targets = torch.randint(256, (2, 4, 8))
+    loss = next_byte_loss(build_model(CONFIG), inputs, targets)
     assert abs(loss.item() - math.log(256)) < 0.2

@@ -31,7 +31,9 @@ def losses(values: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 4}])
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 4}, {"cp_size": 2}]
+)
 def test_it_trains_as_one_process_does(ranks: RankPool, sizes: dict[str, int]) -> None:
     expected = losses({"distributed": None, **TINY})
     for found in ranks.run(losses, {"distributed": FSDP2, "parallelism": sizes, **TINY}):
@@ -41,8 +43,8 @@ def test_it_trains_as_one_process_does(ranks: RankPool, sizes: dict[str, int]) -
 @pytest.mark.parametrize(
     ("strategy", "sizes", "path", "problem"),
     [
-        ("ddp", {"tp_size": 2}, ("parallelism",), r"strategy 'ddp' \(polyshard .* found tp_size=2"),
-        ("fsdp2", {"cp_size": 2}, ("parallelism", "cp_size"), "whole sequences, found 2"),
+        ("ddp", {"tp_size": 2}, ("parallelism", "tp_size"), r"strategy 'ddp' .* found tp_size=2"),
+        ("fsdp2", {"cp_size": 3}, ("data", "sequence_length"), "of the 3 .* ranks, found 64"),
         ("fsdp2", {"tp_sise": 2}, ("parallelism", "tp_sise"), "did you mean 'tp_size'"),
         ("fsdp2", {"tp_size": "2"}, ("parallelism", "tp_size"), "an integer of at least 1"),
     ],

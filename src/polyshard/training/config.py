@@ -134,8 +134,8 @@ class TrainingConfig:
         distributed: The strategy's config, or a mapping with its name under ``"strategy"``. None
             is plain PyTorch in one process.
         parallelism: How many ranks each kind of parallelism has; what is left out of ``dp_size``
-            is inferred. A file may have the sizes under ``distributed`` as well. The model cannot
-            train on parts of a sequence, so that there is no context parallelism.
+            is inferred. A file may have the sizes under ``distributed`` as well. ``cp_size``
+            divides ``data.sequence_length``.
         model: Shape of the model, or its folder.
         data: The text.
         optimizer: How the weights are updated.
@@ -166,19 +166,19 @@ class TrainingConfig:
     seed: int = field(default=0, validator=is_int(0))
 
     def __attrs_post_init__(self) -> None:
-        """Refuse sizes that the strategy does not support, or the model."""
-        if self.parallelism.cp_size > 1:
-            raise KeyPathError(
-                f"expected 1, since this model trains on whole sequences, found "
-                f"{self.parallelism.cp_size}",
-                ("parallelism", "cp_size"),
-            )
+        """Refuse sizes that the strategy does not support, or that cannot divide a sequence."""
         if self.distributed is not None:
             try:
                 check_parallelism(self.distributed, self.parallelism)
             except MeshError as error:
                 size = () if error.field is None else (error.field,)
                 raise KeyPathError(str(error), ("parallelism", *size)) from error
+        if self.data.sequence_length % self.parallelism.cp_size:
+            raise KeyPathError(
+                f"expected a multiple of the {self.parallelism.cp_size} context-parallel ranks, "
+                f"found {self.data.sequence_length}",
+                ("data", "sequence_length"),
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the whole config as plain values, from which it can be structured again."""

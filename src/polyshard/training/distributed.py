@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,9 +34,18 @@ class DistributedTrainee:
         sharing = mesh_context.submesh(MeshAxisName.DP)
         self.share = (0, 1) if sharing is None else (sharing.get_local_rank(), sharing.size())
 
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context for the forward and backward of one microbatch."""
-        return self._setup.accumulate(self.model, last=last)
+    @contextmanager
+    def microbatch(self, sequences: Sequence[Tensor], *, last: bool) -> Iterator[None]:
+        """Return a context for the forward and backward of one microbatch.
+
+        In it the sequences, each of shape (batch, length), are this rank's parts of them.
+        """
+        dims = [1] * len(sequences)
+        with (
+            self._setup.accumulate(self.model, last=last),
+            self._setup.context_parallel(buffers=sequences, seq_dims=dims),
+        ):
+            yield
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to a global norm and return the norm before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,10 @@ def load_model(folder: Path, config: TrainingConfig, vocabulary: int) -> nn.Modu
     try:
         shape = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         _check(shape, config, vocabulary)
+        shape.use_cache = False  # of no use here, and activation checkpoints would fill it again
         model = _build(transformers.AutoModelForCausalLM, folder, shape)
+        if config.parallelism.cp_size > 1:
+            _check_parts(model, shape, config)
     except (OSError, ValueError) as error:
         if isinstance(error, KeyPathError):
             raise
@@ -80,5 +84,23 @@ def _check(shape: Any, config: TrainingConfig, vocabulary: int) -> None:
         raise KeyPathError(
             f"expected a model for sequences of {config.data.sequence_length}, as "
             f"data.sequence_length says, found one for {places} at most",
+            _KEY,
+        )
+
+
+def _check_parts(model: nn.Module, shape: Any, config: TrainingConfig) -> None:
+    """Refuse a model that would train differently on parts of a sequence."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise KeyPathError(
+            f"expected a model that takes position_ids for parallelism.cp_size, found "
+            f"{type(model).__name__}; leave cp_size out",
+            _KEY,
+        )
+    window = getattr(shape.get_text_config(), "sliding_window", None)
+    if window is not None and window < config.data.sequence_length:
+        raise KeyPathError(
+            "expected a model whose attention sees the whole sequence for parallelism.cp_size, "
+            f"found one with a window of {window}; leave cp_size out, or choose a "
+            "data.sequence_length of at most that",
             _KEY,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from polyshard.group import Place
 from polyshard.training.config import OptimizerConfig, TrainingConfig
 from polyshard.training.data import Batches, read_text
-from polyshard.training.model import next_byte_loss
+from polyshard.training.model import next_byte_loss, places_of
 
 __all__ = ["Record", "Step", "Trainee", "build_optimizer", "train"]
 
@@ -67,8 +67,13 @@ class Trainee(Protocol):
     optimizer: Optimizer
     share: tuple[int, int]
 
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Return a context for the forward and backward of one microbatch."""
+    def microbatch(
+        self, sequences: Sequence[Tensor], *, last: bool
+    ) -> AbstractContextManager[None]:
+        """Return a context for the forward and backward of one microbatch.
+
+        In it the sequences, each of shape (batch, length), are what this rank computes of them.
+        """
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to a global norm and return the norm before."""
@@ -116,8 +121,11 @@ def _one_step(trainee: Trainee, config: TrainingConfig, share: Tensor) -> tuple[
     """Return the mean loss over this rank's share, and the global norm of the gradients."""
     loss = torch.zeros((), dtype=torch.float64, device=share.device)
     for part, last in _microbatches(share, config.microbatches):
-        with trainee.microbatch(last=last):
-            part_loss = next_byte_loss(trainee.model, part) / config.microbatches
+        inputs, targets = part[:, :-1], part[:, 1:]
+        places = places_of(inputs, config)
+        with trainee.microbatch([inputs, targets, *places.values()], last=last):
+            part_loss = next_byte_loss(trainee.model, inputs, targets, **places)
+            part_loss = part_loss / config.microbatches
             part_loss.backward()  # type: ignore[no-untyped-call]
         loss += part_loss.detach()
     norm = trainee.clip(math.inf if config.max_grad_norm is None else config.max_grad_norm)

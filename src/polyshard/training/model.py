@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyshard.training.config import TrainingConfig
 from polyshard.training.hugging_face import load_model
 
-__all__ = ["Block", "Transformer", "build_model", "next_byte_loss"]
+__all__ = ["Block", "Transformer", "build_model", "next_byte_loss", "places_of"]
 
 VOCABULARY = 256
 
@@ -73,10 +73,15 @@ class Transformer(nn.Module):
         for embedding in (self.embedding, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the byte that follows each: (batch, length, 256)."""
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        hidden = self.embedding(tokens) + self.position(places)
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Return the logits of the byte that follows each: (batch, length, 256).
+
+        ``position_ids`` are the places of the tokens, of the same shape, where these are not a
+        sequence from its start.
+        """
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        hidden = self.embedding(tokens) + self.position(position_ids)
         for block in self.blocks:
             hidden = block(hidden)
         logits: Tensor = self.head(self.norm(hidden))
@@ -101,13 +106,29 @@ def build_model(config: TrainingConfig) -> nn.Module:
     )
 
 
-def next_byte_loss(model: nn.Module, sequences: Tensor) -> Tensor:
+def places_of(inputs: Tensor, config: TrainingConfig) -> dict[str, Tensor]:
+    """Return the arguments that tell a model where its inputs stand, each of their shape.
+
+    There are none for whole sequences, whose places every model knows.
+    """
+    if config.parallelism.cp_size == 1:
+        return {}
+    places = {"position_ids": torch.arange(inputs.shape[1], device=inputs.device)}
+    if config.model.hf is not None:
+        # transformers takes a leap in the positions for another sequence, unless there is a mask.
+        places["attention_mask"] = torch.ones_like(places["position_ids"])
+    return {name: values.expand_as(inputs) for name, values in places.items()}
+
+
+def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor, **places: Tensor) -> Tensor:
     """Return the mean cross-entropy, in nats, of each byte given those before it.
 
     Args:
         model: What ``build_model`` returned, wrapped or not.
-        sequences: Bytes of shape (batch, length + 1).
+        inputs: Bytes of shape (batch, length).
+        targets: The byte that follows each, of the same shape.
+        **places: What ``places_of`` returned.
     """
-    output = model(sequences[:, :-1])
+    output = model(inputs, **places)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
-    return F.cross_entropy(logits.flatten(0, 1), sequences[:, 1:].flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

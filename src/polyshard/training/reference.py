@@ -5,6 +5,7 @@ Nothing in it goes through a strategy or through the functions that a strategy c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -28,7 +29,9 @@ class PlainTrainee:
         self.model: nn.Module = build_model(config).to(device)
         self.optimizer: Optimizer = build_optimizer(self.model, config.optimizer)
 
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+    def microbatch(
+        self, sequences: Sequence[Tensor], *, last: bool
+    ) -> AbstractContextManager[None]:
         """Do nothing: gradients add up by themselves."""
         return nullcontext()
 
