@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,23 +92,48 @@ def attend(options: dict[str, Any], device: str = "cpu", *, compiled: bool = Fal
     whole = [sequence(seed, n).to(device) for seed, n in enumerate((HEADS, heads, heads))]
     weights = sequence(9).to(device)
     expected = attention_and_gradients(whole, weights, options)
-    with context_parallel(
-        context(device),
-        buffers=[*whole, weights, *expected],
-        seq_dims=[2] * (len(whole) + 1 + len(expected)),
-    ):
+    buffers = [*whole, weights, *expected]
+    with context_parallel(context(device), buffers=buffers, seq_dims=[2] * len(buffers)):
         compute = torch.compile(attention_and_gradients) if compiled else attention_and_gradients
         found = compute(whole, weights, options)
         return [difference(mine, other) for mine, other in zip(found, expected, strict=True)]
 
 
 def attention_and_gradients(
-    tensors: list[Tensor], weights: Tensor, options: dict[str, Any]
+    tensors: list[Tensor],
+    weights: Tensor,
+    options: dict[str, Any],
+    attention: Callable[..., Tensor] = imported_attention,
 ) -> list[Tensor]:
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    output = imported_attention(*leaves, **options)
+    output = attention(*leaves, **options)
     (output * weights).sum().backward()
     return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@two_ranks
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_computes_over_the_whole_sequence_again(
+    ranks: RankPool, reentrant: bool
+) -> None:
+    for differences in ranks.run(attend_twice, reentrant):
+        assert max(differences) < 1e-6
+
+
+class Causal(nn.Module):
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(*tensors, is_causal=True)
+
+
+def attend_twice(reentrant: bool) -> list[float]:
+    whole, weights = [sequence(seed) for seed in range(3)], sequence(9)
+    module = Causal()
+    expected = attention_and_gradients(whole, weights, {}, module)
+    buffers = [*whole, weights, *expected]
+    with context_parallel(context(), buffers=buffers, seq_dims=[2] * len(buffers)):
+        again = partial(checkpoint, module, use_reentrant=reentrant)
+        found = attention_and_gradients(whole, weights, {}, again)
+        return [difference(mine, other) for mine, other in zip(found, expected, strict=True)]
 
 
 def rows(tensor: Any, dim: int) -> Tensor:
