@@ -100,22 +100,29 @@ def is_int(minimum: int) -> Validator:
     return validate
 
 
-def is_number(minimum: float = -math.inf, *, exclusive: bool = False) -> Validator:
-    """Accept a finite int or float of at least (or more than) ``minimum``."""
-    bound = f"more than {minimum}" if exclusive else f"of at least {minimum}"
-    expected = "a finite number" if minimum == -math.inf else f"a finite number {bound}"
-    limit = {"exclusiveMinimum" if exclusive else "minimum": minimum}
+def is_number(
+    minimum: float = -math.inf, maximum: float = math.inf, *, exclusive: bool = False
+) -> Validator:
+    """Accept a finite int or float of at least (or more than) ``minimum``, up to ``maximum``."""
+    bounds = ["a finite number"]
+    limits: dict[str, float] = {}
+    if minimum > -math.inf:
+        bounds.append(f"more than {minimum}" if exclusive else f"of at least {minimum}")
+        limits["exclusiveMinimum" if exclusive else "minimum"] = minimum
+    if maximum < math.inf:
+        bounds.append(f"up to {maximum}")
+        limits["maximum"] = maximum
 
-    @accepts({"type": "number"} | (limit if minimum > -math.inf else {}))
+    @accepts({"type": "number", **limits})
     def validate(instance: object, attribute: Attribute[Any], value: object) -> None:
         if (
             not isinstance(value, int | float)
             or isinstance(value, bool)
             or not math.isfinite(value)
-            or value < minimum
+            or not minimum <= value <= maximum
             or (exclusive and value == minimum)
         ):
-            reject(instance, attribute, value, expected)
+            reject(instance, attribute, value, " ".join(bounds))
 
     return validate
 

@@ -25,6 +25,8 @@ __all__ = ["Place", "Surroundings", "find_surroundings", "join_group", "leave", 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 #: A rank that waits this long for another has waited for one that will not come.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+#: Minutes; whoever asks for more than a year means something else.
+LONGEST_TIMEOUT = 365 * 24 * 60
 # Below the range from which Linux gives out ports by itself.
 _SLURM_PORTS = range(15_000, 30_000)
 

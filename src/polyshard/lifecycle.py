@@ -149,7 +149,7 @@ def maybe_shard_optimizer(
         )
     if optimizer in _ready_optimizers:
         return optimizer
-    with together("shard_optimizer", _members(model_part)):
+    with together("shard_optimizer", _members(model_part)), one_timeout():
         sharded = registry.dispatch(
             "shard_optimizer", distributed_config, model=model_part, optimizer=optimizer
         )
@@ -180,8 +180,9 @@ class RebuildSnapshot:
 
     def restore(self) -> None:
         """Let the strategy take over what the parts hold now."""
-        for part, own in zip(self.parts, self.of_strategy, strict=True):
-            default_registry().dispatch("post_rebuild", self.config, model=part, snapshot=own)
+        with one_timeout():
+            for part, own in zip(self.parts, self.of_strategy, strict=True):
+                default_registry().dispatch("post_rebuild", self.config, model=part, snapshot=own)
 
 
 @contextmanager
@@ -218,7 +219,8 @@ def pre_rebuild(
     if config is None or not registry.implements("post_rebuild", config):
         return None
     parts = [model] if isinstance(model, nn.Module) else list(model)
-    with together("pre_rebuild", sorted({rank for part in parts for rank in _members(part)})):
+    members = sorted({rank for part in parts for rank in _members(part)})
+    with together("pre_rebuild", members), one_timeout():
         own = [registry.dispatch("pre_rebuild", config, model=part) for part in parts]
     return RebuildSnapshot(config, parts, own, [guards.versions_of(part) for part in parts])
 
@@ -262,10 +264,14 @@ def accumulate(
     """
     if config is None:
         return nullcontext()
-    context: AbstractContextManager[None] = default_registry().dispatch(
-        "accumulate", config, model=model, last=last
-    )
-    return context
+    return _accumulating(default_registry().dispatch("accumulate", config, model=model, last=last))
+
+
+@contextmanager
+def _accumulating(context: AbstractContextManager[None]) -> Iterator[None]:
+    """Enter the strategy's context; a first forward may make process groups."""
+    with one_timeout(), context:
+        yield
 
 
 def clip_grad_norm(
@@ -294,15 +300,16 @@ def clip_grad_norm(
         from polyshard import defaults
 
         return defaults.clip_grad_norm(model, float(max_norm), float(norm_type))
-    return float(
-        default_registry().dispatch(
-            "clip_grad_norm",
-            config,
-            model=model,
-            max_norm=float(max_norm),
-            norm_type=float(norm_type),
+    with one_timeout():
+        return float(
+            default_registry().dispatch(
+                "clip_grad_norm",
+                config,
+                model=model,
+                max_norm=float(max_norm),
+                norm_type=float(norm_type),
+            )
         )
-    )
 
 
 def full_state_dict(model: nn.Module, config: DistributedConfig | None) -> dict[str, Tensor]:
@@ -328,7 +335,8 @@ def _ask(hook: str, model: nn.Module, config: DistributedConfig | None) -> Any:
         from polyshard import defaults
 
         return getattr(defaults, hook)(model)
-    return default_registry().dispatch(hook, config, model=model)
+    with one_timeout():
+        return default_registry().dispatch(hook, config, model=model)
 
 
 def _members(model: nn.Module) -> tuple[int, ...]:

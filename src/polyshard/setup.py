@@ -13,7 +13,7 @@ from attrs import fields, frozen
 from polyshard.config import DistributedConfig
 from polyshard.exceptions import ConfigError, MeshError
 from polyshard.fields import describe_value
-from polyshard.group import Surroundings, find_surroundings, join_group
+from polyshard.group import LONGEST_TIMEOUT, Surroundings, find_surroundings, join_group
 from polyshard.mesh import MeshContext, ParallelismSizes, covered_ranks
 from polyshard.registry import default_registry
 from polyshard.resolve import resolve_config
@@ -211,9 +211,11 @@ def _with_checkpointing(
 def _to_timeout(minutes: float | None) -> timedelta | None:
     if minutes is None:
         return None
-    if not isinstance(minutes, int | float) or isinstance(minutes, bool) or not minutes > 0:
+    number = isinstance(minutes, int | float) and not isinstance(minutes, bool)
+    if not number or not 0 < minutes <= LONGEST_TIMEOUT:
         raise ConfigError(
-            f"timeout_minutes: expected a number above 0, found {describe_value(minutes)}",
+            f"timeout_minutes: expected a number above 0 and at most {LONGEST_TIMEOUT}, found "
+            f"{describe_value(minutes)}",
             field="timeout_minutes",
         )
     return timedelta(minutes=minutes)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from polyshard import ParallelismSizes
 from polyshard.conformance.pool import RankPool
 from polyshard.group import Place
+from polyshard.process_groups import group_timeout
 from polyshard.structuring import KeyPathError, structure
 from polyshard.training.config import TrainingConfig
 from polyshard.training.jobs import run
@@ -38,6 +41,24 @@ def test_it_trains_as_one_process_does(ranks: RankPool, sizes: dict[str, int]) -
     expected = losses({"distributed": None, **TINY})
     for found in ranks.run(losses, {"distributed": FSDP2, "parallelism": sizes, **TINY}):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def timeouts(values: dict[str, Any]) -> set[timedelta | None]:
+    losses(values)
+    return {group_timeout(group) for group in distributed_c10d._world.pg_map}
+
+
+@pytest.mark.world_size(2)
+def test_the_timeout_of_the_config_reaches_every_group(ranks: RankPool) -> None:
+    values = {"distributed": FSDP2, "parallelism": {"tp_size": 2}, "timeout_minutes": 2.5, **TINY}
+    assert ranks.run(timeouts, values) == [{timedelta(minutes=2.5)}] * 2
+
+
+@pytest.mark.parametrize("minutes", [0, -1, True, "5", float("inf"), 1e9])
+def test_a_timeout_is_a_number_of_minutes(minutes: object) -> None:
+    with pytest.raises(KeyPathError, match="more than 0 up to 525600, found") as refused:
+        structure({"distributed": None, "timeout_minutes": minutes}, TrainingConfig)
+    assert refused.value.path == ("timeout_minutes",)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from polyshard.config import DistributedConfig
 from polyshard.exceptions import ConfigError, MeshError, PolyshardError
 from polyshard.fields import is_int, is_number, is_one_of, is_str, optional
 from polyshard.files import ConfigSource, KeyPath, read_config
+from polyshard.group import LONGEST_TIMEOUT
 from polyshard.mesh import ParallelismSizes
 from polyshard.resolve import resolve_config
 from polyshard.setup import check_parallelism
@@ -145,6 +146,8 @@ class TrainingConfig:
             gradients.
         max_grad_norm: Global norm to which gradients are clipped; None leaves them alone.
         seed: Of the initial weights and of the order of the text.
+        timeout_minutes: How long a collective may wait for a rank, in every process group; None is
+            10 minutes.
         elsewhere: Where else in a file a value may stand -> its own place.
     """
 
@@ -164,6 +167,9 @@ class TrainingConfig:
         default=None, validator=optional(is_number(0, exclusive=True))
     )
     seed: int = field(default=0, validator=is_int(0))
+    timeout_minutes: float | None = field(
+        default=None, validator=optional(is_number(0, LONGEST_TIMEOUT, exclusive=True))
+    )
 
     def __attrs_post_init__(self) -> None:
         """Refuse sizes that the strategy does not support, or that cannot divide a sequence."""

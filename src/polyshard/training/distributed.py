@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 from torch import Tensor
@@ -25,7 +26,9 @@ class DistributedTrainee:
     def __init__(
         self, config: TrainingConfig, distributed: DistributedConfig, device: torch.device
     ) -> None:
-        mesh_context = MeshContext.build(config.parallelism)
+        minutes = config.timeout_minutes
+        timeout = None if minutes is None else timedelta(minutes=minutes)
+        mesh_context = MeshContext.build(config.parallelism, timeout=timeout)
         self._setup = DistributedSetup(distributed, mesh_context)
         model = build_model(config).to(device)
         self.model, _ = self._setup.parallelize(model)
