@@ -183,7 +183,8 @@ def _mark_what_units_share(model: Any) -> None:
     The wheel marks parameters that are shared between modules, not those of a module that is itself
     shared: each of its units takes the gradient, and the second finds none and puts zeros there.
     """
-    units = [m for m in model.module.modules() if isinstance(m, tuple(model.fsdp_unit_modules))]
+    kinds: Any = tuple(model.fsdp_unit_modules)
+    units = [module for module in model.module.modules() if isinstance(module, kinds)]
     owners = Counter(parameter for unit in units for parameter in unit.parameters())
     for parameter, count in owners.items():
         if count > 1:
