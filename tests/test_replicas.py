@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from polyshard import DistributedSetup
 from polyshard.conformance.pool import RankPool
-from polyshard.exceptions import RanksDisagreeError
+from polyshard.exceptions import PolyshardError, RanksDisagreeError
 from polyshard.replicas import check_replicas
 
 
@@ -52,6 +52,62 @@ def test_under_ddp_every_rank_is_a_replica(ranks: RankPool) -> None:
 @pytest.mark.world_size(2)
 def test_shards_are_no_replicas(ranks: RankPool) -> None:
     assert ranks.run(break_one, "fsdp2", {}, 1) == ["equal"] * 2
+
+
+class Between(nn.Module):
+    """Two layers that a plan splits, and a parameter before, between or after them."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.place = place
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        gains = {self.place: self.gain}
+        hidden = self.up(hidden * gains.get("before", 1.0))
+        hidden = torch.relu(hidden) * gains.get("between", 1.0)
+        output: torch.Tensor = self.down(hidden) * gains.get("after", 1.0)
+        return output
+
+
+def train_between(strategy: str, place: str) -> str:
+    config = {"strategy": strategy, "tp_plan": {"up": "colwise", "down": "rowwise"}}
+    setup = DistributedSetup.build(config, {"tp_size": 2})
+    model, _ = setup.parallelize(Between(place))
+    optimizer = setup.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        model(torch.full((2, 4), step + 1.0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        check_replicas(model, setup.mesh_context)
+    except PolyshardError as error:
+        return str(error)
+    return "equal"
+
+
+STRATEGIES = ["fsdp2", pytest.param("megatron_fsdp", marks=pytest.mark.strategy("megatron_fsdp"))]
+
+
+@pytest.mark.world_size(2, 4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_what_tensor_parallelism_does_not_split_is_equal(
+    ranks: RankPool, strategy: str, place: str
+) -> None:
+    assert set(ranks.run(train_between, strategy, place)) == {"equal"}
+
+
+@pytest.mark.world_size(2, 4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_parameter_between_split_modules_is_found(ranks: RankPool, strategy: str) -> None:
+    for answer in ranks.run(train_between, strategy, "between"):
+        assert "equal replicas of parameter" in answer
+        assert "gain', found other values on rank" in answer
+        assert "stands between modules that the tp_plan splits" in answer
 
 
 def compare_without_mesh() -> None:

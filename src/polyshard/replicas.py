@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 from polyshard.exceptions import RanksDisagreeError
 from polyshard.mesh import MeshAxisName, MeshContext
 from polyshard.optimizers import own_name
+from polyshard.ranks import mesh_ranks, together
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["check_replicas"]
@@ -24,12 +26,23 @@ __all__ = ["check_replicas"]
 Checksums = Mapping[str, tuple[tuple[int, ...], str]]
 
 
+#: Along which dimensions ranks hold replicas -> what makes them differ.
+_CAUSES: Mapping[MeshAxisName, str] = {
+    MeshAxisName.DP_CP: "something changed it on one of them alone",
+    MeshAxisName.TP: (
+        "something changed it on one of them alone, or it stands between modules that the tp_plan "
+        "splits, where each rank has the gradient of its own part: use it outside of them, or "
+        "split it with a torch ParallelStyle"
+    ),
+}
+
+
 def check_replicas(model: nn.Module, mesh: DeviceMesh | MeshContext | None) -> None:
     """Raise unless all replicas of each parameter are the same, bit for bit.
 
     For debugging, after a step: it reads every parameter. Call it on every rank of the mesh.
-    Compared are the ranks of the data- and context-parallel dimensions that hold the same part:
-    all of them under DDP, those along ``dp_replicate`` under HSDP.
+    Compared are the ranks that hold the same part: all of them under DDP, those along
+    ``dp_replicate`` under HSDP, and those along ``tp`` for what tensor parallelism does not split.
 
     Args:
         model: What ``parallelize`` returned.
@@ -37,20 +50,27 @@ def check_replicas(model: nn.Module, mesh: DeviceMesh | MeshContext | None) -> N
 
     Raises:
         RanksDisagreeError: The message names the first parameter that differs, and two ranks.
+        PeerFailedError: Ranks along other dimensions found a difference.
     """
     context = mesh if isinstance(mesh, MeshContext) else MeshContext(mesh)
-    group = context.group(MeshAxisName.DP_CP)
-    if group is None or group.size() == 1:
-        return
     own = {own_name(name): _checksum(p) for name, p in model.named_parameters()}
+    gathered = {axis: _gather(own, context.group(axis)) for axis in _CAUSES}
+    with together("check_replicas", mesh_ranks(context.mesh)):
+        for axis, checksums in gathered.items():
+            for name in own:
+                _compare(name, checksums, _CAUSES[axis])
+
+
+def _gather(own: Checksums, group: ProcessGroup | None) -> Mapping[int, Checksums]:
+    """Return the checksums of each rank of a group, of none where there is nobody else."""
+    if group is None or group.size() == 1:
+        return {}
     gathered: list[Checksums] = [{}] * group.size()
     dist.all_gather_object(gathered, own, group=group)
-    ranks = dist.get_process_group_ranks(group)
-    for name in own:
-        _compare(name, dict(zip(ranks, gathered, strict=True)))
+    return dict(zip(dist.get_process_group_ranks(group), gathered, strict=True))
 
 
-def _compare(name: str, checksums: Mapping[int, Checksums]) -> None:
+def _compare(name: str, checksums: Mapping[int, Checksums], cause: str) -> None:
     first: dict[tuple[int, ...], int] = {}
     for rank, found in checksums.items():
         if name not in found:
@@ -62,7 +82,7 @@ def _compare(name: str, checksums: Mapping[int, Checksums]) -> None:
         if checksums[other][name][1] != checksum:
             raise RanksDisagreeError(
                 f"expected equal replicas of parameter {name!r}, found other values on rank "
-                f"{rank} than on rank {other}; something changed it on one of them alone"
+                f"{rank} than on rank {other}; {cause}"
             )
 
 
