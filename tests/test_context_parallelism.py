@@ -225,6 +225,15 @@ def test_buffers_that_cannot_be_cut_are_refused(
         pass
 
 
+def test_an_unknown_method_is_refused() -> None:
+    unknown: Any = "flash"
+    with (
+        pytest.raises(ConfigError, match="one of ring, gather or None, found 'flash'"),
+        context_parallel(None, buffers=[torch.ones(2)], seq_dims=[0], attention=unknown),
+    ):
+        pass
+
+
 # What would be wrong and is refused
 
 

@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from polyshard.exceptions import ConfigError, MeshError, ModelError, UnsupportedError
+from polyshard.fields import describe_value
 from polyshard.mesh import MeshAxisName, MeshContext
 
 __all__ = ["AttentionMethod", "context_parallel"]
@@ -65,12 +66,13 @@ def context_parallel(
             ring on CUDA, gather elsewhere).
 
     Raises:
-        ConfigError: A buffer requires grad, a dimension is out of range, or there are not as many
-            of the one as of the other.
+        ConfigError: A buffer requires grad, a dimension is out of range, there are not as many
+            of the one as of the other, or no method has that name.
         MeshError: A sequence cannot be cut into as many equal parts as there are ranks.
         UnsupportedError: A call of attention that the method cannot compute, or ring without CUDA.
         ModelError: The body ended without a call of attention.
     """
+    _check_method(attention)
     dims = _checked_dims(buffers, seq_dims)
     ring = _context_mesh(mesh)
     if ring is None or ring.size() == 1:
@@ -322,6 +324,15 @@ def _context_mesh(mesh: DeviceMesh | MeshContext | None) -> DeviceMesh | None:
             "name the one of the sequence 'cp'"
         )
     return context.submesh(MeshAxisName.CP)
+
+
+def _check_method(attention: str | None) -> None:
+    if attention is not None and attention not in _MODES:
+        raise ConfigError(
+            f"context_parallel: expected attention to be one of {', '.join(_MODES)} or None, found "
+            f"{describe_value(attention)}",
+            field="attention",
+        )
 
 
 def _checked_dims(buffers: Sequence[Tensor], seq_dims: Sequence[int]) -> list[int]:
