@@ -72,7 +72,7 @@ FOUND = {
         ("makes another parameter", {"change": "retie", "when": "before", "world_size": 2}),
         ("keeps stale attributes", {"change": "new", "when": "after", "world_size": 2}),
     ],
-    "test_hooks_apart": [("restores old values", {})],
+    "test_hooks_apart_on_several_parts": [("restores old values", {})],
     "test_a_body_that_fails_on_one_rank_fails_on_all": [("leaves them alone", {"world_size": 2})],
 }
 

@@ -132,14 +132,15 @@ class RebuildConformance:
             outcomes = [result for result in results if isinstance(result, Outcome)]
             assert_parity(outcomes, rebuilds.train_plain_after(change, "before"), RECIPE)
 
-    def test_hooks_apart(self, ranks: RankPool) -> None:
-        """``pre_rebuild`` and ``post_rebuild`` do apart what ``rebuild`` does.
+    def test_hooks_apart_on_several_parts(self, ranks: RankPool) -> None:
+        """``pre_rebuild`` and ``post_rebuild`` do apart what ``rebuild`` does, of a list of models.
 
         The last thing before them is a forward without gradients.
         """
         recipe = attrs.evolve(RECIPE, evaluate="after step")
-        outcomes = self._run(ranks, rebuilds.train_after_hooks_apart, "new", recipe)
-        assert_parity(outcomes, rebuilds.train_plain_after("new", "before", recipe), recipe)
+        expected = rebuilds.train_plain_after("new", "before", recipe)
+        for outcomes in self._run(ranks, rebuilds.train_parts_after_hooks, "new", recipe):
+            assert_parity(outcomes, expected, recipe)
 
     def test_a_body_that_fails_on_one_rank_fails_on_all(
         self, ranks: RankPool, world_size: int

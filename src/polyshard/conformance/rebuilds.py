@@ -39,8 +39,8 @@ __all__ = [
     "When",
     "fail_in_body",
     "train_after",
-    "train_after_hooks_apart",
     "train_after_refusal",
+    "train_parts_after_hooks",
     "train_plain_after",
     "train_unannounced",
 ]
@@ -133,18 +133,21 @@ def train_unannounced(
     return training.outcome()
 
 
-def train_after_hooks_apart(
+def train_parts_after_hooks(
     config: DistributedConfig, change: str, recipe: Recipe, sizes: ParallelismSizes | None
-) -> Outcome:
-    """Train after a change between ``pre_rebuild`` and ``post_rebuild``."""
-    module = build_model(recipe.model)
-    training = start(config, recipe, model=module, passed=True, sizes=sizes)
-    training.train(BEFORE)
-    snapshot = pre_rebuild(training.model, config)
-    CHANGES[change].apply(module, _new_values())
+) -> list[Outcome]:
+    """Train two models after a change of both between ``pre_rebuild`` and ``post_rebuild``."""
+    modules = [build_model(recipe.model) for _ in range(2)]
+    trainings = [start(config, recipe, model=m, passed=True, sizes=sizes) for m in modules]
+    for training in trainings:
+        training.train(BEFORE)
+    snapshot = pre_rebuild([training.model for training in trainings], config)
+    for module in modules:
+        CHANGES[change].apply(module, _new_values())
     post_rebuild(snapshot)
-    training.train(AFTER)
-    return training.outcome()
+    for training in trainings:
+        training.train(AFTER)
+    return [training.outcome() for training in trainings]
 
 
 def fail_in_body(
