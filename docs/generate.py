@@ -4,7 +4,7 @@ A test fails while a page and the code differ.
 """
 
 import runpy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import cleandoc
 from pathlib import Path
 
@@ -21,6 +21,13 @@ from polyshard.schema import describe_class
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"
 BAR = r"\|"  # which would end the cell of a table otherwise
+
+
+def table(head: list[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table, and the empty line after it."""
+    titles, *body = (f"| {' | '.join(cells)} |" for cells in [head, *rows])
+    return "\n".join([titles, "|---" * len(head) + "|", *body, ""])
+
 
 CONFIGS_HEAD = """\
 # The configs
@@ -46,10 +53,10 @@ def section(cls: type[attrs.AttrsInstance]) -> str:
     if issubclass(cls, DistributedConfig):
         title = title.replace("\n\n", f"\n\nStrategy `{cls.strategy}`. ", 1)
     rows = [
-        f"| `{a.name}` | `{default(a)}` | {described[a.name].replace('|', BAR)} |"
+        (f"`{a.name}`", f"`{default(a)}`", described[a.name].replace("|", BAR))
         for a in attrs.fields(cls)
     ]
-    return "\n".join([title, "| field | default | meaning |", "|---|---|---|", *rows, ""])
+    return "\n".join([title, table(["field", "default", "meaning"], rows)])
 
 
 def default(attribute: attrs.Attribute) -> str:
@@ -89,9 +96,9 @@ def command_section(command: click.Command, path: str) -> str:
     lines = cleandoc(command.help or "").splitlines()
     text = "\n".join(f"`{line}`" if line.startswith("#") else line for line in lines)
     options = [p for p in command.params if isinstance(p, click.Option)]
-    rows = [f"| `{option_form(option, context)}` | {option_help(option)} |" for option in options]
-    table = ["| option | meaning |", "|---|---|", *rows, ""] if rows else []
-    return "\n".join([f"## {path}\n\n`{usage}`\n\n{text}\n", *table])
+    rows = [(f"`{option_form(option, context)}`", option_help(option)) for option in options]
+    listed = [table(["option", "meaning"], rows)] if rows else []
+    return "\n".join([f"## {path}\n\n`{usage}`\n\n{text}\n", *listed])
 
 
 def option_form(option: click.Option, context: click.Context) -> str:
@@ -138,25 +145,21 @@ REBUILD_TESTS = (
 def rebuilds_page() -> str:
     """Return the page for every kind of change under every strategy that is tested."""
     tests = [test for file in REBUILD_TESTS for test in rebuild_tests(ROOT / file)]
-    titles = [title_of(test.config) for test in tests]
     rows = [
-        f"| {change.summary} | {' | '.join(outcome(test, name) for test in tests)} |"
+        (change.summary, *(outcome(test, name) for test in tests))
         for name, change in CHANGES.items()
     ]
-    refused = [name for name in CHANGES if "refused" in [outcome(test, name) for test in tests]]
+    refusals = [
+        (CHANGES[name].summary, messages(tests, name))
+        for name in CHANGES
+        if "refused" in [outcome(test, name) for test in tests]
+    ]
     return "\n".join(
         [
             REBUILDS_HEAD,
-            f"| change | {' | '.join(titles)} |",
-            "|---" * (len(tests) + 1) + "|",
-            *rows,
-            "",
-            "## What the refusals say",
-            "",
-            "| change | the message has |",
-            "|---|---|",
-            *(f"| {CHANGES[name].summary} | {messages(tests, name)} |" for name in refused),
-            "",
+            table(["change", *(title_of(test.config) for test in tests)], rows),
+            "## What the refusals say\n",
+            table(["change", "the message has"], refusals),
         ]
     )
 
@@ -207,28 +210,21 @@ def support_page() -> str:
     """Return the page for every way to train under every stage of Megatron-FSDP."""
     tests = runpy.run_path(str(ROOT / SUPPORT_TESTS))
     stages, rows = tests["STAGES"], tests["ROWS"]
-    cells = {
-        name: ["refused" if stage in row.refused else "✓" for stage in stages]
+    cells = [
+        (name, *("refused" if stage in row.refused else "✓" for stage in stages))
         for name, row in rows.items()
-    }
-    refused = {name: dict.fromkeys(row.refused.values()) for name, row in rows.items()}
+    ]
+    refusals = [
+        (name, "; ".join(f"`{message}`" for message in dict.fromkeys(row.refused.values())))
+        for name, row in rows.items()
+        if row.refused
+    ]
     return "\n".join(
         [
             SUPPORT_HEAD,
-            f"| | {' | '.join(f'stage {stage}' for stage in stages)} |",
-            "|---" * (len(stages) + 1) + "|",
-            *(f"| {name} | {' | '.join(outcomes)} |" for name, outcomes in cells.items()),
-            "",
-            "## What the refusals say",
-            "",
-            "| | the message matches |",
-            "|---|---|",
-            *(
-                f"| {name} | {'; '.join(f'`{message}`' for message in messages)} |"
-                for name, messages in refused.items()
-                if messages
-            ),
-            "",
+            table(["training", *(f"stage {stage}" for stage in stages)], cells),
+            "## What the refusals say\n",
+            table(["training", "the message matches"], refusals),
         ]
     )
 
