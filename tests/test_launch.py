@@ -17,11 +17,13 @@ JOBS = """
     import os
     import signal
     import sys
+    import time
     import warnings
 
     import torch
     import torch.distributed as dist
 
+    from polyshard import DistributedSetup
     from polyshard.exceptions import ConfigError
 
 
@@ -43,6 +45,13 @@ JOBS = """
             error = ConfigError if arguments["foreseen"] else ValueError
             raise error("it was rank 1")
         dist.barrier()  # in which this rank would wait for ever
+
+
+    def save_on_rank_0(arguments, place, report):
+        DistributedSetup.build("ddp", timeout_minutes=0.5 / 60)
+        if place.rank == 0:
+            time.sleep(arguments["seconds"])
+        return place.rank
 
 
     def die_on_rank_1(arguments, place, report):
@@ -81,6 +90,10 @@ def test_every_rank_returns_and_rank_0_reports() -> None:
 def test_a_job_without_a_group_joins_none() -> None:
     alone = Job(target="some_jobs:say_where", arguments={}, device="cpu", join=False)
     assert launch(alone) == [{"joined": False, "world_size": 1}]
+
+
+def test_the_others_wait_for_a_rank_that_saves_for_longer_than_a_collective_may() -> None:
+    assert launch(job("save_on_rank_0", seconds=2)) == [0, 1]
 
 
 def test_the_rank_that_fails_is_named_with_its_traceback() -> None:

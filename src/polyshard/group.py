@@ -25,6 +25,8 @@ __all__ = ["Place", "Surroundings", "find_surroundings", "join_group", "leave", 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 #: A rank that waits this long for another has waited for one that will not come.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+#: How long ranks that are done wait for one that is not.
+_LONGEST_SAVE = timedelta(days=1)
 #: Minutes; whoever asks for more than a year means something else.
 LONGEST_TIMEOUT = 365 * 24 * 60
 # Below the range from which Linux gives out ports by itself.
@@ -149,11 +151,22 @@ def join_group(surroundings: Surroundings, device: str | None = None) -> Place:
 
 
 def meet() -> None:
-    """Wait until every rank has come this far; without a group do nothing."""
-    import torch.distributed as dist
+    """Wait until every rank has come this far; without a group do nothing.
 
-    if dist.is_initialized():
-        dist.barrier()
+    One of them may be saving for longer than a collective waits: ranks meet in the store first.
+    A job whose ranks do not all get here is ended by what started it.
+    """
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if not dist.is_initialized():
+        return
+    store = distributed_c10d.PrefixStore("polyshard/end", distributed_c10d._get_default_store())
+    if store.add("arrived", 1) == dist.get_world_size():
+        store.set("complete", "")
+    store.wait(["complete"], _LONGEST_SAVE)
+    # The rank that holds the store leaves when all have heard, and not before.
+    dist.barrier()
 
 
 def leave(status: int) -> NoReturn:

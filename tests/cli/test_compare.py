@@ -43,6 +43,7 @@ def test_torchs_own_strategies_are_equal_to_plain_torch(
     done = polyshard("compare", *TINY, *chosen, "--json", "out.json", "--microbatches", "2")
     assert done.returncode == 0, done.stderr
     assert "2 of 2 trials are equal to the reference." in done.stdout
+    assert "arning" not in done.stderr
     written = json.loads((tmp_path / "out.json").read_text())
     ddp, fsdp2 = written["trials"]
     assert (ddp["strategy"], fsdp2["strategy"]) == ("ddp", "fsdp2")

@@ -15,6 +15,7 @@ import pytest
 from polyshard.cli import main
 
 Polyshard = Callable[..., "subprocess.CompletedProcess[str]"]
+Install = Callable[..., Path]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train.yaml"
 TEXT = "It was the best of times, it was the worst of times. " * 20
@@ -28,6 +29,28 @@ data:
   sequence_length: 16
 steps: 2
 batch_size: 4
+"""
+
+#: A strategy that loads a checkpoint, which torch reports by a BaseException if it fails.
+SPOILT = """
+    from typing import ClassVar
+
+    import torch.distributed.checkpoint as dcp
+    from attrs import frozen
+
+    from polyshard import DistributedConfig, hookimpl
+
+
+    @frozen(kw_only=True)
+    class Config(DistributedConfig):
+        strategy: ClassVar[str] = "spoilt"
+
+
+    class Plugin:
+        @hookimpl
+        def parallelize(model, optimizer):
+            dcp.load({"model": model.state_dict()}, checkpoint_id="gone")
+            return model, optimizer
 """
 
 
@@ -69,6 +92,30 @@ def test_under_torchrun_it_joins_the_group() -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("final loss") == 1
     assert done.stdout.count("strategy: ddp") == 1
+
+
+def test_under_torchrun_an_error_that_is_no_exception_is_told_by_rank(install: Install) -> None:
+    path = install(
+        "spoilt",
+        modules={"spoilt": SPOILT},
+        entry_points={
+            "polyshard.strategies": {"spoilt": "spoilt:Plugin"},
+            "polyshard.configs": {"spoilt": "spoilt:Config"},
+        },
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = ["-m", "polyshard.cli", "train", "run.yaml", "--device", "cpu", "distributed=spoilt"]
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", "2", *command],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"PYTHONPATH": str(path)},
+    )
+    assert done.returncode == 1
+    for rank in (0, 1):
+        assert f"polyshard: error: rank {rank} of 2 failed: CheckpointException: " in done.stderr
+    assert "FileNotFoundError" in done.stderr
 
 
 def test_the_example_in_the_repository_is_right(polyshard: Polyshard) -> None:
@@ -132,12 +179,27 @@ def test_a_bad_environment_is_told_by_name(
     assert "environment variable WORLD_SIZE" in capsys.readouterr().err
 
 
-def test_a_config_is_checked_without_torch() -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--nproc", "3"],
+        ["distributed.static_grap=true"],
+        ["distributed.strategy=nosuch"],
+        ["distributed=fsdp2", "distributed.mp_policy.param_dtype=bf61"],
+        ["distributed.tp_size=2"],
+        ["distributed=fsdp2", "distributed.tp_size=3", "--nproc", "2"],
+        pytest.param(
+            ["distributed=megatron_fsdp", "distributed.zero_dp_strategy=4"],
+            marks=pytest.mark.strategy("megatron_fsdp"),
+        ),
+    ],
+)
+def test_a_config_is_checked_without_torch(arguments: list[str]) -> None:
     script = (
         "import sys\n"
         "from polyshard.cli import main\n"
         "try:\n"
-        "    main(['train', 'run.yaml', '--nproc', '3'])\n"
+        f"    main(['train', 'run.yaml', *{arguments}])\n"
         "except SystemExit as end:\n"
         "    assert end.code == 2\n"
         "print('torch' in sys.modules)\n"

@@ -95,7 +95,9 @@ def _train_in_this_process(
     try:
         _train_as_rank(config, surroundings, device)
         meet()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
         _report_rank(error, surroundings)
         leave(1)
     leave(0)
@@ -121,7 +123,7 @@ def _train_as_rank(config: TrainingConfig, surroundings: Surroundings, device: s
     _print_result(result)
 
 
-def _report_rank(error: Exception, surroundings: Surroundings) -> None:
+def _report_rank(error: BaseException, surroundings: Surroundings) -> None:
     """Say what failed here, and leave it where torchrun looks for the first failure."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
