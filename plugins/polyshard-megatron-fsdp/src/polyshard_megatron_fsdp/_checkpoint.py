@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from polyshard_megatron_fsdp._layout import local_of, offsets_of
+from polyshard_megatron_fsdp._layout import is_laid_out_like, local_of, offsets_of
 
-__all__ = ["describe_parts", "offer_state_to_load_into"]
+__all__ = ["describe_parts", "describe_state", "offer_state_to_load_into"]
 
 
 def describe_parts(module: nn.Module) -> None:
@@ -49,6 +50,49 @@ def _describe(local: Any, parameter: DTensor) -> None:
 
     local.__create_chunk_list__ = lambda: [chunk]
     local.__create_write_items__ = write_items
+
+
+def describe_state(optimizer: Optimizer) -> None:
+    """Let the state dict of an optimizer say where the parts of its state lie.
+
+    A rank has no state for a parameter of which it has no part, which torch takes for a state that
+    is lost: the state dict has empty parts there, which are left out again when it is loaded. The
+    wheel would describe state by talking to the other ranks, and fails where it makes up an empty
+    part of a weight that tensor parallelism split by columns.
+    """
+    optimizer.register_state_dict_post_hook(_describe_state)
+    optimizer.register_load_state_dict_pre_hook(_without_empty_parts)
+
+
+def _describe_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    packed = state_dict["state"]
+    entries = [entry for state in packed.values() for entry in state.items()]
+    dtypes = {key: value.dtype for key, value in entries if isinstance(value, DTensor)}
+    for index, parameter in _indexed(optimizer, state_dict):
+        if not isinstance(parameter, DTensor):
+            continue
+        if index not in packed and not local_of(parameter).numel():
+            packed[index] = {k: torch.zeros_like(parameter, dtype=d) for k, d in dtypes.items()}
+        for value in packed.get(index, {}).values():
+            if isinstance(value, DTensor) and is_laid_out_like(value, parameter):
+                _describe(local_of(value), parameter)
+
+
+def _without_empty_parts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    empty = {
+        i for i, parameter in _indexed(optimizer, state_dict) if not local_of(parameter).numel()
+    }
+    kept = {key: value for key, value in state_dict["state"].items() if key not in empty}
+    return {**state_dict, "state": kept}
+
+
+def _indexed(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[tuple[int, Tensor]]:
+    """Return each parameter with the number that stands for it in a state dict.
+
+    Groups that do not fit those of the state dict are refused by torch after the hooks.
+    """
+    for packed, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
+        yield from zip(packed["params"], group["params"], strict=False)
 
 
 def offer_state_to_load_into(optimizer: Optimizer) -> None:

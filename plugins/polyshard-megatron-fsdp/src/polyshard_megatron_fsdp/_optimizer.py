@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from polyshard.exceptions import OptimizerError
 from polyshard.optimizers import canonical_parameters
-from polyshard_megatron_fsdp._checkpoint import offer_state_to_load_into
+from polyshard_megatron_fsdp._checkpoint import describe_state, offer_state_to_load_into
 from polyshard_megatron_fsdp._guard import refuse_empty, refuse_unshardable
 from polyshard_megatron_fsdp._layout import original_of
 from polyshard_megatron_fsdp._load import shard_like
@@ -47,10 +47,11 @@ def shard(
     sharded.show_distributed()
     _take_distributed(optimizer, sharded)
     _stamp_owner(sharded)
-    # Before the wheel's own hook on the state dict, which describes the state that is there.
     offer_state_to_load_into(optimizer)
+    if preprocess_state_dict:
+        describe_state(optimizer)
     with _in_one_group(optimizer), without_first_step(optimizer):
-        fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=preprocess_state_dict)
+        fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
     _keep_in_step(optimizer, sharded)
     sharded.record.optimizers.add(optimizer)
     return optimizer
