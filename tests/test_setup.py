@@ -46,6 +46,8 @@ def test_a_strategy_is_named_in_any_way(strategy: Any) -> None:
         (("ddp", None, False, None, float("inf")), ConfigError),
         (("ddp", None, False, None, 1e300), ConfigError),
         (("ddp", None, False, None, None, [1]), MeshError),
+        (("ddp", None, False, None, None, None, "gpu"), ConfigError),
+        (("ddp", None, False, None, None, None, "cuda"), ConfigError),
     ],
 )
 def test_a_mistake_is_found_before_anything_starts(arguments: Any, error: type[Exception]) -> None:
@@ -58,6 +60,8 @@ def test_a_mistake_is_found_before_anything_starts(arguments: Any, error: type[E
     [
         ("ddp", "tp_size", "dp_size"),
         ("ddp", "dp_replicate_size", "dp_size"),
+        ("ddp", "pp_size", "dp_size"),
+        ("ddp", "ep_size", "dp_size"),
         ("fsdp2", "pp_size", "dp_size, dp_replicate_size, tp_size, cp_size"),
         ("fsdp2", "ep_size", "dp_size, dp_replicate_size, tp_size, cp_size"),
     ],
@@ -141,7 +145,8 @@ JOINING = """
     from polyshard import DistributedSetup
     from polyshard.process_groups import group_timeout
 
-    setup = DistributedSetup.build("ddp", world_size=2, timeout_minutes=3)
+    setup = DistributedSetup.build("ddp", world_size=2, timeout_minutes=3, device="cpu")
+    assert setup.device.type == "cpu"
     assert setup.world_size == dist.get_world_size() == 2
     assert group_timeout(dist.group.WORLD) == timedelta(minutes=3)
     dist.barrier()
@@ -196,3 +201,18 @@ def test_its_methods_train(ranks: RankPool, world_size: int) -> None:
     for size, found in answers:
         assert size == world_size
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def choose_devices() -> tuple[str, str]:
+    on_cpu = DistributedSetup.build("ddp", device="cpu")
+    with pytest.raises(ConfigError) as refused:
+        DistributedSetup.build("ddp", device="cuda")
+    return on_cpu.device.type, str(refused.value)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.skipif(torch.cuda.device_count() >= 2, reason="the ranks have a device each")
+def test_the_device_is_one_that_the_group_serves(ranks: RankPool) -> None:
+    for chosen, message in ranks.run(choose_devices):
+        assert chosen == "cpu"
+        assert "expected a process group for 'cuda', found one for cpu; start" in message

@@ -341,11 +341,20 @@ def _take_own_device(device: str) -> None:
         module.set_device(int(os.environ["LOCAL_RANK"]))
 
 
-def device_type() -> str:
-    """Return the device type of the job's default process group: what its backend computes on."""
+def served_devices() -> list[str]:
+    """Return the types of devices that the backends of the job's default group compute on.
+
+    gloo accepts CUDA tensors, too, and moves them to the CPU and back.
+    """
     import torch.distributed as dist
 
-    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+    backends = dist.get_backend_config()
+    return ["cuda"] * ("nccl" in backends) + ["cpu"] * ("gloo" in backends)
+
+
+def device_type() -> str:
+    """Return the device type of the job's default process group: what its backend computes on."""
+    return "cuda" if "cuda" in served_devices() else "cpu"
 
 
 def world_mesh() -> DeviceMesh | None:

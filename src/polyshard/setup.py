@@ -14,7 +14,7 @@ from polyshard.config import DistributedConfig
 from polyshard.exceptions import ConfigError, MeshError
 from polyshard.fields import describe_value
 from polyshard.group import LONGEST_TIMEOUT, Surroundings, find_surroundings, join_group
-from polyshard.mesh import MeshContext, ParallelismSizes, covered_ranks
+from polyshard.mesh import MeshContext, ParallelismSizes, covered_ranks, served_devices
 from polyshard.registry import default_registry
 from polyshard.resolve import resolve_config
 from polyshard.structuring import structure
@@ -55,6 +55,7 @@ class DistributedSetup:
         world_size: int | None = None,
         timeout_minutes: float | None = None,
         ranks: Iterable[int] | None = None,
+        device: str | None = None,
     ) -> DistributedSetup:
         """Resolve the strategy and make the mesh; call it on every rank of the job.
 
@@ -70,9 +71,12 @@ class DistributedSetup:
                 this process (default: as the job's default group was started).
             ranks: Global ranks that train together (default: all). The others call ``build``
                 too, and may train nothing with what they get.
+            device: ``"cpu"`` or ``"cuda"`` (default: what the process group's backend computes on,
+                and where it is started here, CUDA if each rank can have a device).
 
         Raises:
-            ConfigError: A value is not what its field accepts.
+            ConfigError: A value is not what its field accepts, or there is no process group for
+                the device.
             LaunchError: The environment describes no group of processes, or two.
             MeshError: The sizes do not multiply to the number of ranks, the strategy does not
                 support one of them, or there are not ``world_size`` ranks.
@@ -83,12 +87,14 @@ class DistributedSetup:
         check_parallelism(config, sizes)
         timeout = _to_timeout(timeout_minutes)
         surroundings = None if _has_group() else find_surroundings()
+        _check_device(device, surroundings)
         covered = covered_ranks(ranks, _job_size(surroundings))
         _check_world_size(world_size, len(covered))
         sizes = sizes.resolve(len(covered))
         if surroundings is not None:
-            join_group(surroundings)
-        return cls(config, MeshContext.build(sizes, ranks=covered, timeout=timeout))
+            join_group(surroundings, device)
+        context = MeshContext.build(sizes, device=device, ranks=covered, timeout=timeout)
+        return cls(config, context)
 
     @property
     def world_size(self) -> int:
@@ -219,6 +225,21 @@ def _to_timeout(minutes: float | None) -> timedelta | None:
             field="timeout_minutes",
         )
     return timedelta(minutes=minutes)
+
+
+def _check_device(device: str | None, surroundings: Surroundings | None) -> None:
+    """Raise if the ranks cannot train on a device of this type."""
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(
+            f"device: expected 'cpu' or 'cuda', found {describe_value(device)}", field="device"
+        )
+    served = served_devices() if _has_group() else ["cpu"]
+    if surroundings is None and device not in (None, *served):
+        raise ConfigError(
+            f"device: expected a process group for {device!r}, found one for "
+            f"{' and '.join(served)}; start one whose backend computes there, or leave device out",
+            field="device",
+        )
 
 
 def _has_group() -> bool:

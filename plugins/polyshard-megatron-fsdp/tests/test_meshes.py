@@ -70,6 +70,7 @@ def refusal(config: MegatronFSDPConfig, dimensions: Dimensions) -> str:
     ("options", "dimensions", "expected"),
     [
         ({}, {"x": 2, "tp": 2}, "MeshError: polyshard-megatron-fsdp .* found x, tp; name"),
+        ({}, {"dp": 2, "pp": 2}, "UnsupportedError: .*pipeline parallelism .* pp=2"),
         ({}, {"dp": 2, "ep": 2}, "UnsupportedError: .*expert parallelism .* ep=2"),
         ({"tp_plan": MLP}, {"dp": 4}, "MeshError: MegatronFSDPConfig.tp_plan: .*'tp'"),
         ({}, {"dp": 2, "tp": 2}, "ConfigError: MegatronFSDPConfig.tp_plan: .*none of its own"),

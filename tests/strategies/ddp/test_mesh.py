@@ -28,6 +28,8 @@ def test_the_replicas_are_the_ranks_of_one_dimension(
     ("shape", "names", "found"),
     [
         ((1, 2), ("dp", "tp"), "{'dp': 1, 'tp': 2}; leave out tp"),
+        ((1, 2), ("dp", "pp"), "{'dp': 1, 'pp': 2}; leave out pp"),
+        ((1, 2), ("dp", "ep"), "{'dp': 1, 'ep': 2}; leave out ep"),
         ((2,), ("tp",), "{'tp': 2}"),
         ((2, 1), ("dp_replicate", "dp_shard"), "{'dp_replicate': 2, 'dp_shard': 1}"),
         ((1, 2), None, "2 dimensions without names"),

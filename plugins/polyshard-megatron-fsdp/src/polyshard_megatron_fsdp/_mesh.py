@@ -14,7 +14,7 @@ __all__ = ["Topology", "topology_of"]
 _OUTER = ("dp_outer", "dp_replicate")
 _SHARD = ("dp_shard_cp", "dp_cp", "dp_shard", "dp")
 _CONTEXT, _TENSOR = "cp", "tp"
-_UNUSED = ("ep", "ep_shard")
+_UNUSED = {"pp": "pipeline", "ep": "expert", "ep_shard": "expert"}
 
 
 @frozen
@@ -50,7 +50,7 @@ def topology_of(mesh: DeviceMesh) -> Topology:
     Raises:
         MeshError: No dimension is there to shard over, or a flattened one has another size
             than its parts.
-        UnsupportedError: The mesh has an expert-parallel dimension.
+        UnsupportedError: The mesh has a pipeline- or expert-parallel dimension.
     """
     sizes = axis_sizes(mesh)
     if mesh.ndim == 1 and tuple(sizes) != mesh.mesh_dim_names:
@@ -58,7 +58,7 @@ def topology_of(mesh: DeviceMesh) -> Topology:
         mesh = DeviceMesh.from_group(
             mesh.get_group(), mesh.device_type, mesh_dim_names=tuple(sizes)
         )
-    _refuse_experts(sizes)
+    _refuse_unused(sizes)
     parts = _shard_parts(sizes)
     outer = next((name for name in _OUTER if sizes.get(name, 1) > 1), None)
     tensor = _TENSOR if _TENSOR in sizes else None
@@ -106,10 +106,10 @@ def _flatten(mesh: DeviceMesh, parts: tuple[str, ...]) -> DeviceMesh:
         ) from error
 
 
-def _refuse_experts(sizes: dict[str, int]) -> None:
-    for name in _UNUSED:
+def _refuse_unused(sizes: dict[str, int]) -> None:
+    for name, kind in _UNUSED.items():
         if sizes.get(name, 1) > 1:
             raise UnsupportedError(
-                f"{WHO}: expert parallelism is not supported, found a "
+                f"strategy 'megatron_fsdp' ({WHO}): {kind} parallelism is not supported, found a "
                 f"mesh with {name}={sizes[name]}; leave the dimension out"
             )
