@@ -405,6 +405,25 @@ def test_optimizer_of_replaced_parameters_is_refused(recorder):
 # A failure on one rank
 
 
+def parallelize_where_rank_one_has_no_plugin():
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        register_recorder()
+    try:
+        parallelize(nn.Linear(2, 2), RecorderConfig())
+    except polyshard.PolyshardError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_ranks_with_different_plugins_fail_together():
+    with RankPool(2, timeout=60) as fresh:
+        on_zero, on_one = fresh.run(parallelize_where_rank_one_has_no_plugin)
+    cause = "StrategyNotFoundError: no installed strategy is called 'recorder'"
+    assert on_zero.startswith(f"PeerFailedError: parallelize: rank 1 failed first: {cause}")
+    assert on_one.startswith(cause)
+
+
 def parallelize_another_model_on_rank_one():
     import torch.distributed as dist
 

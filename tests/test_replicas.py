@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from polyshard import DistributedSetup
+from polyshard import DistributedSetup, FSDP2Config, parallelize
 from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import PolyshardError, RanksDisagreeError
 from polyshard.replicas import check_replicas
@@ -52,6 +52,28 @@ def test_under_ddp_every_rank_is_a_replica(ranks: RankPool) -> None:
 @pytest.mark.world_size(2)
 def test_shards_are_no_replicas(ranks: RankPool) -> None:
     assert ranks.run(break_one, "fsdp2", {}, 1) == ["equal"] * 2
+
+
+def train_without_replicas(whole: bool) -> str:
+    context = DistributedSetup.build("fsdp2", {"dp_replicate_size": 2}).mesh_context
+    assert context.mesh is not None
+    mesh = context.mesh if whole else context.mesh["dp_shard"]
+    model, optimizer = small_model()
+    model, _ = parallelize(model, FSDP2Config(mp_policy=None), mesh=mesh, optimizer=optimizer)
+    model(torch.full((2, 4), dist.get_rank() + 1.0)).sum().backward()
+    optimizer.step()
+    try:
+        check_replicas(model, context)
+    except PolyshardError as error:
+        return str(error)
+    return "equal"
+
+
+@pytest.mark.world_size(4)
+def test_replicas_that_the_mesh_leaves_out_drift_and_are_found(ranks: RankPool) -> None:
+    assert set(ranks.run(train_without_replicas, True)) == {"equal"}
+    for answer in ranks.run(train_without_replicas, False):
+        assert "expected equal replicas of parameter '0.weight', found other values" in answer
 
 
 class Between(nn.Module):

@@ -82,17 +82,13 @@ def parallelize(
         RanksDisagreeError: Ranks have different plugins, configs or models.
         PeerFailedError: Another rank failed.
     """
-    if model in _parallelized:
-        raise UnsupportedError(
-            f"expected a model that is not parallelized yet, found {type(model).__name__}, which "
-            f"{_parallelized[model].config.strategy!r} has parallelized; build a new one"
-        )
     registry = default_registry()
-    registry.implements("parallelize", config)
     mesh = world_mesh() if mesh is None else mesh
     members = mesh_ranks(mesh)
     before = guards.parameters_of(model)
     with together("parallelize", members), one_timeout():
+        _refuse_parallelized(model)
+        registry.implements("parallelize", config)
         agree("parallelize", members, guards.facts(model, config))
         result = registry.dispatch(
             "parallelize", config, model=model, mesh=mesh, optimizer=optimizer
@@ -337,6 +333,14 @@ def _ask(hook: str, model: nn.Module, config: DistributedConfig | None) -> Any:
         return getattr(defaults, hook)(model)
     with one_timeout():
         return default_registry().dispatch(hook, config, model=model)
+
+
+def _refuse_parallelized(model: nn.Module) -> None:
+    if model in _parallelized:
+        raise UnsupportedError(
+            f"expected a model that is not parallelized yet, found {type(model).__name__}, which "
+            f"{_parallelized[model].config.strategy!r} has parallelized; build a new one"
+        )
 
 
 def _members(model: nn.Module) -> tuple[int, ...]:
