@@ -5,7 +5,7 @@ Installed as a distribution of its own by test_suite.py, to see that the suite f
 
 from contextlib import contextmanager, nullcontext
 from typing import ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import nn
 
 from polyshard import DistributedConfig, defaults, hookimpl
 
+_kept = []
 _paused = WeakKeyDictionary()  # whether a model's gradients wait for the last microbatch
 
 
@@ -39,6 +40,8 @@ def parallelize(config, model, mesh, optimizer):
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = buffer.float()
+    if config.fault == "keeps all models":
+        _kept.append(model)
     _paused[model] = False
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -49,8 +52,10 @@ def parallelize(config, model, mesh, optimizer):
 
 
 def _reduction(config, model):
+    reference = ref(model)
+
     def reduce(parameter):
-        if not _paused[model]:
+        if not _paused[reference()]:
             _average(config, parameter)
 
     return reduce

@@ -37,6 +37,7 @@ FOUND = {
     "test_attributes_survive_wrapping": [
         ("drops attributes", {"model": "tied", "passed": False}),
     ],
+    "test_what_a_script_drops_is_freed": [("keeps all models", {})],
     "test_the_model_of_rank_0_is_trained": [
         ("leaves each rank its own weights", {"model": "tied"}),
         ("leaves each rank its own buffers", {"model": "buffers"}),

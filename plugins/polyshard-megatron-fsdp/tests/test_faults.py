@@ -6,8 +6,10 @@ docs/explanation/megatron-fsdp-faults.md, and let the mend end with the version 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -306,6 +308,13 @@ def seed_per_rank(subject: Subject) -> float:
     return float(abs(totals[0] - totals[-1]))
 
 
+def never_freed(subject: Subject) -> float:
+    """Whether a wrapped model stays in memory when nothing refers to it any more."""
+    reference = ref(subject.wrap(build_model("plain"), 3))
+    gc.collect()
+    return float(reference() is not None)
+
+
 FAULTS_OF_TWO: dict[str, tuple[Callable[[Subject], float], float]] = {
     "sharding counts a step": (hidden_step, 1.0),
     "sharding decays weights": (hidden_decay, 1e-3),
@@ -322,6 +331,7 @@ FAULTS_OF_TWO: dict[str, tuple[Callable[[Subject], float], float]] = {
     "a replaced parameter never trains": (new_parameter, 1.0),
     "an optimizer that is not sharded trains nothing": (optimizer_not_sharded, 1.0),
     "ranks start with their own weights": (seed_per_rank, 1e-2),
+    "a model is never freed": (never_freed, 1.0),
 }
 
 

@@ -5,10 +5,12 @@ None of them raises for what the suite looks for: a rank that fails ends the poo
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import ReferenceType, ref
 
 import torch.distributed as dist
 from attrs import define, frozen
@@ -109,6 +111,34 @@ def train_with_seed_per_rank(
     training = start(config, recipe, model=build_model(recipe.model, seed=rank), sizes=sizes)
     training.train(range(recipe.steps))
     return training.outcome()
+
+
+def train_and_drop(
+    config: DistributedConfig, recipe: Recipe, sizes: ParallelismSizes | None
+) -> list[str]:
+    """Train a model, and return what of it is in memory after that."""
+    watched = _train_and_watch(config, recipe, sizes)
+    gc.collect()
+    return [name for name, reference in watched.items() if reference() is not None]
+
+
+def _train_and_watch(
+    config: DistributedConfig, recipe: Recipe, sizes: ParallelismSizes | None
+) -> dict[str, ReferenceType[Any]]:
+    """Train a model, and return references to it that do not keep it in memory."""
+    module = build_model(recipe.model)
+    training = start(config, recipe, model=module, sizes=sizes)
+    training.train(range(recipe.steps))
+    with rebuild(training.model, config):
+        pass
+    watched = {
+        "the module": module,
+        "the model": training.model,
+        "the optimizer": training.optimizer,
+    }
+    return {
+        name: ref(value) for name, value in [*watched.items(), *training.model.named_parameters()]
+    }
 
 
 def train_after_interrupted_microbatch(

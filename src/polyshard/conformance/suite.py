@@ -164,6 +164,11 @@ class StrategyConformance:
         outcomes = self._run(ranks, scenarios.train_with_seed_per_rank, recipe)
         assert_parity(outcomes, train_plain(recipe), recipe)
 
+    def test_what_a_script_drops_is_freed(self, ranks: RankPool) -> None:
+        """Once the script has dropped them, nothing keeps a trained model and its optimizer."""
+        for kept in self._run(ranks, scenarios.train_and_drop, Recipe(model="tied", max_norm=0.1)):
+            assert not kept, f"expected everything to be freed, found {', '.join(kept)} in memory"
+
     # Training
 
     @_every_model

@@ -22,11 +22,14 @@ __all__ = ["describe_parts", "describe_state", "offer_state_to_load_into"]
 
 
 def describe_parts(module: nn.Module) -> None:
-    """Let the state dict of a module, and of each module in it, say where its parts lie.
+    """Let parameters, and the state dict of each module in a model, say where their parts lie.
 
-    The wheel does so for the state dict of the model around them alone. Of other DTensors torch
-    assumes even parts, and would save and load these in the wrong place.
+    The wheel does so for the parameters, and for the state dict of the model around them alone. Of
+    other DTensors torch assumes even parts, and would save and load these in the wrong place.
     """
+    for parameter in module.parameters():
+        if isinstance(parameter, DTensor):
+            _describe(local_of(parameter), parameter)
     for inner in module.modules():
         inner.register_state_dict_post_hook(_describe_own)  # type: ignore[no-untyped-call]
 

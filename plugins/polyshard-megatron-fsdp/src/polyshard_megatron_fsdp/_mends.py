@@ -16,6 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from polyshard.gradient_hooks import weakly
 from polyshard_megatron_fsdp._layout import original_of
 from polyshard_megatron_fsdp._megatron import MegatronFSDP
 from polyshard_megatron_fsdp._wheel import LAST_TESTED, require_wheel, warn_once
@@ -52,6 +53,7 @@ def mend_model(model: Any) -> None:
         _renew_gradient_views(model)
         _begin_each_backward(model)
         _mark_what_units_share(model)
+        _let_go(model)
 
 
 def _is_known() -> bool:
@@ -96,8 +98,9 @@ def _shaped_as_local(buffers: Any) -> Any:
     """View a tensor-parallel parameter's part with its local, not its global, trailing shape.
 
     With a parameter split along another dimension than the first (RowwiseParallel) the wheel
-    finds invalid chunks on some ranks, and the others hang. Finding them costs two of the three
-    times that all ranks meet for each parameter of a wrap; the shapes being right, it is left out.
+    finds invalid chunks on some ranks, and the others hang. All ranks meet three times for each
+    parameter to find such chunks, and to describe the right ones, which ``describe_parts`` does
+    without: both are left out.
     """
     make_fsdp_dtensor = buffers.make_fsdp_dtensor
 
@@ -114,7 +117,7 @@ def _shaped_as_local(buffers: Any) -> Any:
         kind = {"is_sharded_param": is_sharded_param, "is_expert_param": is_expert_param}
         if isinstance(param, DTensor):
             mesh, placements = buffers._get_fsdp_tensor_spec(param, dist_index, **kind)
-            tensor = DTensor.from_local(
+            return DTensor.from_local(
                 buffers.to_local_if_dtensor(local_tensor).view(-1, *param._local_tensor.shape[1:]),
                 mesh,
                 placements,
@@ -122,10 +125,7 @@ def _shaped_as_local(buffers: Any) -> Any:
                 shape=param.shape,
                 stride=param.stride(),
             )
-        else:
-            tensor = make_fsdp_dtensor(local_tensor, param, dist_index, **kind, **others)
-        if update_uneven_dtensor_chunk_meta:
-            buffers.update_uneven_dtensor_chunk_metadata(tensor)
+        tensor: DTensor = make_fsdp_dtensor(local_tensor, param, dist_index, **kind, **others)
         return tensor
 
     return make
@@ -189,6 +189,20 @@ def _mark_what_units_share(model: Any) -> None:
     for parameter, count in owners.items():
         if count > 1:
             original_of(parameter)._is_shared = True  # type: ignore[attr-defined]
+
+
+def _let_go(model: Any) -> None:
+    """Let a model be freed once the script has dropped it.
+
+    The wheel's hooks on gradients refer to the model, and torch keeps such hooks where Python's
+    garbage collector does not look. So the model alone holds them.
+    """
+    model.hooks_on_gradients = held = []
+    for parameter in model.param_and_grad_buffer.params:
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for key, hook in hooks.items():
+            held.append(hook)
+            hooks[key] = weakly(hook)
 
 
 def run_module(model: Any, *args: Any, **kwargs: Any) -> Any:
