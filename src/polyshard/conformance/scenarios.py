@@ -136,9 +136,8 @@ def _train_and_watch(
         "the model": training.model,
         "the optimizer": training.optimizer,
     }
-    return {
-        name: ref(value) for name, value in [*watched.items(), *training.model.named_parameters()]
-    }
+    watched.update(training.model.named_parameters())
+    return {name: ref(value) for name, value in watched.items()}
 
 
 def train_after_interrupted_microbatch(
