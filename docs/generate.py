@@ -126,9 +126,9 @@ Outside of `rebuild` the same changes are refused at the next forward, or train 
 Only what one rank does alone to its own values goes unnoticed there.
 
 — is what torch does itself, by its own assumption of even shards: with
-`set_model_state_dict(broadcast_from_rank0=True)` it fails on the ranks where the assumption is
-wrong, while the others wait for them. Let rank 0 send what it has by
-`torch.distributed.broadcast_object_list`, and call `load_state_dict` on every rank.
+`set_model_state_dict(broadcast_from_rank0=True)` some ranks fail where the assumption is wrong,
+while the others wait for them, and where torch notices nothing it is refused.
+`polyshard.load_full_state_dict` loads what the first rank has under every strategy.
 
 Each cell is a test, at 1, 2 and 4 ranks (on one rank Megatron-FSDP wraps nothing, and is tested
 under stage 3 alone): `tests/rebuild/test_matrix.py` and

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from polyshard.context_parallelism import context_parallel as context_parallel
     from polyshard.discovery import StrategyInfo as StrategyInfo
     from polyshard.exceptions import PolyshardError as PolyshardError
+    from polyshard.full_state import load_full_state_dict as load_full_state_dict
     from polyshard.hookspecs import hookimpl as hookimpl
     from polyshard.lifecycle import accumulate as accumulate
     from polyshard.lifecycle import clip_grad_norm as clip_grad_norm
@@ -54,6 +55,7 @@ _HOMES = {
     "context_parallel": "polyshard.context_parallelism",
     "full_state_dict": "polyshard.lifecycle",
     "hookimpl": "polyshard.hookspecs",
+    "load_full_state_dict": "polyshard.full_state",
     "maybe_shard_optimizer": "polyshard.lifecycle",
     "observe": "polyshard.registry",
     "parallelize": "polyshard.lifecycle",

@@ -6,18 +6,19 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 from attrs import frozen
 from torch import nn
 from torch.optim import Optimizer
 
-from polyshard import guards
+from polyshard import guards, parallelized
 from polyshard.config import DistributedConfig
 from polyshard.discovery import describe_owner
 from polyshard.exceptions import OptimizerNotShardableError, PluginError, UnsupportedError
 from polyshard.fields import describe_value
 from polyshard.mesh import world_mesh
+from polyshard.parallelized import members_of
 from polyshard.process_groups import one_timeout
 from polyshard.ranks import agree, mesh_ranks, together, world_size
 from polyshard.registry import default_registry
@@ -39,16 +40,6 @@ __all__ = [
 ]
 
 
-@frozen
-class _Parallelized:
-    """What is remembered of a model that a strategy distributed."""
-
-    config: DistributedConfig
-    members: tuple[int, ...]
-
-
-# Both the module that was given and the one that came back are keys.
-_parallelized: WeakKeyDictionary[nn.Module, _Parallelized] = WeakKeyDictionary()
 _ready_optimizers: WeakSet[Optimizer] = WeakSet()
 
 
@@ -98,7 +89,7 @@ def parallelize(
     for name, parameter in before.items():
         if parameter not in kept:
             guards.remember_replaced(parameter, name)
-    _parallelized[model] = _parallelized[wrapped] = _Parallelized(config, members)
+    parallelized.remember(model, wrapped, config, mesh)
     if bound is not None:
         _ready_optimizers.add(bound)
     return wrapped, bound
@@ -145,7 +136,7 @@ def maybe_shard_optimizer(
         )
     if optimizer in _ready_optimizers:
         return optimizer
-    with together("shard_optimizer", _members(model_part)), one_timeout():
+    with together("shard_optimizer", members_of(model_part)), one_timeout():
         sharded = registry.dispatch(
             "shard_optimizer", distributed_config, model=model_part, optimizer=optimizer
         )
@@ -167,12 +158,12 @@ class RebuildSnapshot:
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that hold any of the parts."""
-        return tuple(sorted({rank for part in self.parts for rank in _members(part)}))
+        return tuple(sorted({rank for part in self.parts for rank in members_of(part)}))
 
     def check(self) -> None:
         """Raise if a parameter was changed on some ranks only."""
         for part, versions in zip(self.parts, self.versions, strict=True):
-            guards.agree_on_changes(versions, part, _members(part))
+            guards.agree_on_changes(versions, part, members_of(part))
 
     def restore(self) -> None:
         """Let the strategy take over what the parts hold now."""
@@ -215,7 +206,7 @@ def pre_rebuild(
     if config is None or not registry.implements("post_rebuild", config):
         return None
     parts = [model] if isinstance(model, nn.Module) else list(model)
-    members = sorted({rank for part in parts for rank in _members(part)})
+    members = sorted({rank for part in parts for rank in members_of(part)})
     with together("pre_rebuild", members), one_timeout():
         own = [registry.dispatch("pre_rebuild", config, model=part) for part in parts]
     return RebuildSnapshot(config, parts, own, [guards.versions_of(part) for part in parts])
@@ -336,17 +327,12 @@ def _ask(hook: str, model: nn.Module, config: DistributedConfig | None) -> Any:
 
 
 def _refuse_parallelized(model: nn.Module) -> None:
-    if model in _parallelized:
+    known = parallelized.find(model)
+    if known is not None:
         raise UnsupportedError(
             f"expected a model that is not parallelized yet, found {type(model).__name__}, which "
-            f"{_parallelized[model].config.strategy!r} has parallelized; build a new one"
+            f"{known.config.strategy!r} has parallelized; build a new one"
         )
-
-
-def _members(model: nn.Module) -> tuple[int, ...]:
-    """Return the ranks that a model is spread over, all of them for one we do not know."""
-    known = _parallelized.get(model)
-    return known.members if known is not None else mesh_ranks(None)
 
 
 def _checked_result(

@@ -168,6 +168,14 @@ class DistributedSetup:
 
         return full_state_dict(model, self.config)
 
+    def load_full_state_dict(
+        self, model: nn.Module, state_dict: Mapping[str, Tensor] | None
+    ) -> None:
+        """Load unsharded tensors of the first rank; see ``polyshard.load_full_state_dict``."""
+        from polyshard.full_state import load_full_state_dict
+
+        load_full_state_dict(model, self.config, state_dict)
+
     def _own_mesh(self) -> DeviceMesh | None:
         mesh = self.mesh_context.mesh
         if mesh is not None and mesh.get_coordinate() is None:

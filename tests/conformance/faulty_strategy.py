@@ -46,6 +46,8 @@ def parallelize(config, model, mesh, optimizer):
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_reduction(config, model))
+    if config.fault == "loads nothing":
+        model.register_load_state_dict_pre_hook(lambda module, state, *_: state.clear())
     if config.fault == "evaluation clears gradients":
         model.register_forward_pre_hook(_clear_in_evaluation)
     return model, optimizer

@@ -74,6 +74,7 @@ FOUND = {
         ("keeps stale attributes", {"change": "new", "when": "after", "world_size": 2}),
     ],
     "test_hooks_apart_on_several_parts": [("restores old values", {})],
+    "test_loading_what_the_first_rank_has": [("loads nothing", {})],
     "test_a_body_that_fails_on_one_rank_fails_on_all": [("leaves them alone", {"world_size": 2})],
 }
 

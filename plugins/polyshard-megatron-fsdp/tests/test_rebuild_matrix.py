@@ -31,7 +31,8 @@ SHARDED_REFUSALS = REFUSALS | {
 }
 
 #: torch sends and cuts one parameter after the other, and fails at the first whose part is not what
-#: it takes it for, on some ranks, while the others wait. Nothing is asked of the strategy before.
+#: it takes it for, on some ranks, while the others wait. Nothing is asked of the strategy before;
+#: that it is never silent is tested in test_load.py.
 SHARDED_CHANGES = [name for name in CHANGES if name != "set from rank 0"]
 
 # On one rank nothing is wrapped, whatever the stage; that is tested once, for the default one.

@@ -142,6 +142,11 @@ class RebuildConformance:
         for outcomes in self._run(ranks, rebuilds.train_parts_after_hooks, "new", recipe):
             assert_parity(outcomes, expected, recipe)
 
+    def test_loading_what_the_first_rank_has(self, ranks: RankPool) -> None:
+        """``load_full_state_dict`` of unsharded tensors, then training from these values."""
+        outcomes = self._run(ranks, rebuilds.train_after_loading)
+        assert_parity(outcomes, rebuilds.train_plain_after("load", "before"), RECIPE)
+
     def test_a_body_that_fails_on_one_rank_fails_on_all(
         self, ranks: RankPool, world_size: int
     ) -> None:

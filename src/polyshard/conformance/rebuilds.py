@@ -20,6 +20,7 @@ from polyshard.conformance.parity import (
     start,
 )
 from polyshard.exceptions import OptimizerError, PeerFailedError, RebuildError
+from polyshard.full_state import load_full_state_dict
 from polyshard.lifecycle import (
     maybe_shard_optimizer,
     parallelize,
@@ -39,6 +40,7 @@ __all__ = [
     "When",
     "fail_in_body",
     "train_after",
+    "train_after_loading",
     "train_after_refusal",
     "train_parts_after_hooks",
     "train_plain_after",
@@ -99,6 +101,16 @@ def train_after(
         training = Training(model, optimizer, RECIPE, config, mesh_of(sizes))
     training.train(AFTER)
     return Trained(outcome=training.outcome(), stamps=stamps_of(model))
+
+
+def train_after_loading(config: DistributedConfig, sizes: ParallelismSizes | None) -> Outcome:
+    """Train after a load of new values that the first rank alone has."""
+    training = start(config, RECIPE, passed=True, sizes=sizes)
+    training.train(BEFORE)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    load_full_state_dict(training.model, config, _new_values() if first else None)
+    training.train(AFTER)
+    return training.outcome()
 
 
 def train_after_refusal(

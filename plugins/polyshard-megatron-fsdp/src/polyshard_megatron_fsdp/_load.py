@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.exceptions import RebuildError
-from polyshard_megatron_fsdp._layout import is_laid_out_like, local_of, part_of
+from polyshard_megatron_fsdp._layout import is_laid_out_like, local_of, part_of, shard_dims
 from polyshard_megatron_fsdp._model import ShardedModel, lost_layout
 from polyshard_megatron_fsdp._wheel import WHO
 
@@ -87,11 +87,20 @@ def _shard_values(module: nn.Module, state: dict[str, Any], prefix: str) -> None
             if not hasattr(parameter, "orig_param"):
                 raise lost_layout(prefix + name)
             state[prefix + name] = shard_like(value, parameter)
+        elif value is parameter and shard_dims(parameter):
+            raise _wrong_layout(prefix + name, "the parameter itself, with parts copied into it")
         elif not is_laid_out_like(value, parameter):
-            raise RebuildError(
-                f"{WHO}: expected {prefix + name!r} laid out as Megatron-FSDP has it, or a full "
-                f"tensor, found a DTensor of {list(local_of(value).shape)} where this rank holds "
-                f"{list(local_of(parameter).shape)}, as torch's set_model_state_dict makes of a "
-                "full state dict; call load_state_dict with the full tensors, on every rank (what "
-                "rank 0 alone has, it can send by torch.distributed.broadcast_object_list)"
+            raise _wrong_layout(
+                prefix + name,
+                f"a DTensor of {list(local_of(value).shape)} where this rank holds "
+                f"{list(local_of(parameter).shape)}",
             )
+
+
+def _wrong_layout(name: str, found: str) -> RebuildError:
+    return RebuildError(
+        f"{WHO}: expected {name!r} laid out as Megatron-FSDP has it, or a full tensor, found "
+        f"{found}, as torch's set_model_state_dict makes of a full state dict; call "
+        "load_state_dict with the full tensors, on every rank, or "
+        "polyshard.load_full_state_dict with those that the first rank has"
+    )
