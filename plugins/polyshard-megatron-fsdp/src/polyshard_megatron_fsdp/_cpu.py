@@ -9,14 +9,13 @@ nothing here is active.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 
 from polyshard.exceptions import UnsupportedError
 
@@ -62,7 +61,7 @@ def _stand_in() -> None:
     for name in _MODULES:
         import_module(f"megatron_fsdp.{name}").torch = proxy  # type: ignore[attr-defined]
     buffers = import_module("megatron_fsdp.param_and_grad_buffer")
-    buffers._coalescing_manager = _coalesce_synchronously  # type: ignore[attr-defined]
+    buffers._coalescing_manager = _one_after_the_other  # type: ignore[attr-defined]
     logging.getLogger("megatron_fsdp.megatron_fsdp").addFilter(_is_not_about_cuda)
 
 
@@ -135,13 +134,6 @@ _CUDA = {
 }
 
 
-#: The wheel calls them by names that torch has deprecated, which warns at each use.
-_COLLECTIVES = {
-    "all_gather_into_tensor": torch.distributed.all_gather_single,
-    "reduce_scatter_tensor": torch.distributed.reduce_scatter_single,
-}
-
-
 def _tensor(*args: Any, **kwargs: Any) -> torch.Tensor:
     """Make a tensor whose ``cuda()`` is itself: the wheel moves a freshly made one so."""
     tensor = torch.tensor(*args, **kwargs)
@@ -156,17 +148,33 @@ class _Finished:
         return True
 
 
-@contextmanager
-def _coalesce_synchronously(
-    group: Any = None, device: Any = None, async_ops: bool = False
-) -> Iterator[_Finished]:
-    """Coalesce collectives and wait for them.
+def _at_once(collective: Callable[..., Any]) -> Callable[..., _Finished]:
+    """Return a collective that is done when it returns, also where it is asked not to wait."""
 
-    torch 2.13's gloo corrupts the heap when two coalesced asynchronous all-gathers are in
-    flight: a quarter of all runs crash. Waiting costs the overlap, not the coalescing.
+    def run(*args: Any, async_op: bool = False, **kwargs: Any) -> _Finished:
+        collective(*args, **kwargs)
+        return _Finished()
+
+    return run
+
+
+#: The wheel calls two of them by names that torch has deprecated, which warns at each use.
+_COLLECTIVES = {
+    "all_gather_into_tensor": _at_once(torch.distributed.all_gather_single),
+    "reduce_scatter_tensor": _at_once(torch.distributed.reduce_scatter_single),
+    "all_reduce": _at_once(torch.distributed.all_reduce),
+}
+
+
+@contextmanager
+def _one_after_the_other(*_: Any, **__: Any) -> Iterator[_Finished]:
+    """Stand in for torch's manager that runs the collectives of its body as one.
+
+    torch 2.13's gloo corrupts the heap when two such all-gathers are in flight, which crashes a
+    quarter of all runs, and once in thousands of runs with a single one that is waited for. What
+    this costs is the overlap, of which there is little on a CPU.
     """
-    with distributed_c10d._coalescing_manager(group, device, async_ops=False):
-        yield _Finished()
+    yield _Finished()
 
 
 def _is_not_about_cuda(record: logging.LogRecord) -> bool:
