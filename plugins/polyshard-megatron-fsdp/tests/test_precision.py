@@ -82,6 +82,25 @@ def test_weights_and_dtypes_are_those_of_the_policy(ranks, preserve, in_fp32, st
             assert (weights[name] - weight).abs().max().item() <= tolerance * scale, name
 
 
+def write_in_place(config: MegatronFSDPConfig) -> tuple[float, float]:
+    """Return the loss after all weights were halved in place, and the loss to be expected."""
+    model, _ = parallelize(build_model("tied").bfloat16(), config)
+    plain = build_model("tied").bfloat16()
+    with torch.no_grad():
+        loss_of(model, global_batch(0))
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.mul_(0.5)
+        return float(loss_of(model, global_batch(0))), float(loss_of(plain, global_batch(0)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("preserve", [False, True], ids=["weights bf16", "weights fp32"])
+def test_values_written_in_place_count_at_once(ranks, preserve, stage):
+    config = MegatronFSDPConfig(zero_dp_strategy=stage, preserve_fp32_weights=preserve)
+    for loss, expected in ranks.run(write_in_place, config):
+        assert loss == pytest.approx(expected, rel=2 * BF16_ROUNDING)
+
+
 def test_one_rank_says_that_the_policy_does_nothing(caplog):
     from polyshard_megatron_fsdp import _wheel
 

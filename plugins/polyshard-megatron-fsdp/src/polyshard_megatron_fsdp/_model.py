@@ -56,6 +56,8 @@ class Record:
         snapshot: The distributed parameters, while a script replaces them inside ``rebuild``.
         exposed: Whether a state dict with the distributed parameters has been handed out, which
             ``torch.distributed.checkpoint`` loads into in place.
+        copied: The parameters whose values the model computes with copies of, in another dtype.
+        version: How often these had been written to when they were copied last.
     """
 
     config: MegatronFSDPConfig
@@ -68,6 +70,13 @@ class Record:
     not_finite: set[int] = Factory(set)
     snapshot: ParameterSnapshot | None = None
     exposed: bool = False
+    copied: list[nn.Parameter] = Factory(list)
+    version: int = 0
+
+    @property
+    def present_version(self) -> int:
+        """How often the parameters that are copied have been written to."""
+        return sum(local_of(parameter)._version for parameter in self.copied)
 
     @property
     def reduces_in_place(self) -> bool:
@@ -85,7 +94,7 @@ class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module; without gradients the parameters are back in place afterwards."""
-        if self.record.exposed:
+        if self.record.exposed or self.record.version != self.record.present_version:
             self._take_values()
         output = run_module(self, *args, **kwargs)
         if not torch.is_grad_enabled():
@@ -107,6 +116,11 @@ class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not type
             if parameter in new:
                 for place in places:
                     place.put(new[parameter])
+
+    def install_optimized_model_weights(self) -> None:
+        """Compute with the values that the distributed parameters have now."""
+        super().install_optimized_model_weights()
+        self.record.version = self.record.present_version
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Wait for the reduction; parameters without a gradient on every rank have none after."""
@@ -237,10 +251,13 @@ def adopt(model: Any, record: Record) -> ShardedModel:
     sharded.record = record
     sharded.show_distributed()
     sharded._reestablish_shared_weights(sharded.raw_param, dict(sharded.distributed_parameters()))
+    parameters = [parameter for _, parameter in sharded.distributed_parameters()]
+    record.copied = [p for p in parameters if p.dtype != original_of(p).dtype]
+    record.version = record.present_version
     ShardedGuard(sharded.module, sharded)
     for part in sharded.modules():
         part.__dict__["__deepcopy__"] = _refuse_copy
-    for position, (_, parameter) in enumerate(sharded.distributed_parameters()):
+    for position, parameter in enumerate(parameters):
         _observe_gradients(original_of(parameter), position, record)
     return sharded
 
