@@ -251,6 +251,11 @@ def of_a_module(query: Tensor) -> None:
     nn.MultiheadAttention(SIZE, 1, batch_first=True)(vectors, vectors, vectors)
 
 
+def cut_twice(query: Tensor) -> None:
+    with context_parallel(context(), buffers=[query], seq_dims=[2]):
+        F.scaled_dot_product_attention(query, query, query)
+
+
 def by_hand(query: Tensor) -> None:
     (query @ query.mT).softmax(-1) @ query
 
@@ -262,6 +267,7 @@ def by_hand(query: Tensor) -> None:
         (of_a_part, "UnsupportedError: .* attn_mask over all 8 keys .* found one over 4"),
         (causal_to_another, "UnsupportedError: .* found 4 queries and 12 keys on this rank"),
         (of_a_module, "UnsupportedError: .* found torch.nn.MultiheadAttention"),
+        (cut_twice, "UnsupportedError: .* no context_parallel around this one, found one"),
         (by_hand, "ModelError: .* found no call; .*attn_implementation='sdpa'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
@@ -33,6 +34,7 @@ AttentionMethod = Literal["ring", "gather"]
 #: torch's function, under whatever name a model calls it and while torch's ring replaces the name.
 _attention: Any = F.scaled_dot_product_attention
 _BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_entered: ContextVar[bool] = ContextVar("_entered", default=False)
 _SEQUENCE = -2  # the dimension of query, key and value that is the sequence
 
 
@@ -69,7 +71,8 @@ def context_parallel(
         ConfigError: A buffer requires grad, a dimension is out of range, there are not as many
             of the one as of the other, or no method has that name.
         MeshError: A sequence cannot be cut into as many equal parts as there are ranks.
-        UnsupportedError: A call of attention that the method cannot compute, or ring without CUDA.
+        UnsupportedError: A call of attention that the method cannot compute, ring without CUDA, or
+            one context inside another.
         ModelError: The body ended without a call of attention.
     """
     _check_method(attention)
@@ -82,9 +85,24 @@ def context_parallel(
     method = attention or ("ring" if ring.device_type == "cuda" else "gather")
     mode = _MODES[method](ring)
     # A compiler would look into the mode at each of torch's functions, and stop at each.
-    with mode.cut(buffers, dims), torch.compiler.set_stance("force_eager"), mode:
+    with _alone(), mode.cut(buffers, dims), torch.compiler.set_stance("force_eager"), mode:
         yield
     mode.check_called()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Refuse to cut what is cut already."""
+    if _entered.get():
+        raise UnsupportedError(
+            "context_parallel: expected no context_parallel around this one, found one, which has "
+            "cut the sequences; leave one of the two out"
+        )
+    token = _entered.set(True)
+    try:
+        yield
+    finally:
+        _entered.reset(token)
 
 
 @frozen
