@@ -70,8 +70,9 @@ def load_full_state_dict(
     module = _own_module(model, known)
     with rebuild(model, config):
         entries = _announce(state_dict, mesh)
-        targets = {own_name(name): name for name in _tensors(module.state_dict())}
-        _check(entries, {name: module.state_dict()[key].shape for name, key in targets.items()})
+        own = _tensors(module.state_dict())
+        targets = {own_name(name): name for name in own}
+        _check(entries, {own_name(name): value.shape for name, value in own.items()})
         for chunk in _chunks(entries):
             values = {targets[e.name]: _send(e, state_dict, mesh) for e in chunk}
             module.load_state_dict(values, strict=False)

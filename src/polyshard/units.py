@@ -81,21 +81,34 @@ def _declared_units(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the instances of the class that the longest homogeneous list of blocks holds."""
-    best: list[nn.Module] = []
-    for _, module in [("", model), *_inner(model)]:
-        if isinstance(module, nn.ModuleList | nn.Sequential):
-            entries = list(module)
-            alike = len({type(entry) for entry in entries}) == 1
-            owned = all(any(True for _ in entry.parameters()) for entry in entries)
-            if alike and owned and len(entries) > max(1, len(best)):
-                best = entries
-    if not best:
+    """Return the instances of the class that the longest homogeneous list of blocks holds.
+
+    Lists inside such a block do not count: not every rank need use each of a layer's experts.
+    """
+    lists: dict[str, list[nn.Module]] = {}
+    for name, module in [("", model), *_inner(model)]:
+        inside = any(outer in lists for outer in ("", *_parents(name)) if name)
+        if not inside and _is_homogeneous(module):
+            lists[name] = list(module.children())
+    if not lists:
         return {}
-    matching = {name: m for name, m in _inner(model) if type(m) is type(best[0])}
+    block = max(lists.values(), key=len)[0]
+    matching = {
+        name: module
+        for name, module in _inner(model)
+        if type(module) is type(block) and name not in lists
+    }
     return {
         name: module for name, module in matching.items() if not _parents(name) & matching.keys()
     }
+
+
+def _is_homogeneous(module: nn.Module) -> bool:
+    """Whether a module is a list of several blocks of one class that own parameters."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return False
+    owned = all(any(True for _ in entry.parameters()) for entry in module)
+    return owned and len({type(entry) for entry in module}) == 1
 
 
 def _instances(model: nn.Module, spec: UnitSpec) -> dict[str, nn.Module]:

@@ -65,17 +65,14 @@ def wheel_arguments(config: MegatronFSDPConfig, topology: Topology) -> dict[str,
         "keep_fp8_transpose_cache": config.keep_fp8_transpose_cache,
         "nccl_ub": config.nccl_ub,
         "fsdp_double_buffer": config.fsdp_double_buffer,
-        **_averaging_arguments(config, topology),
+        # gloo cannot average in the reduction, and divides before it.
+        "average_in_collective": config.average_in_collective
+        and topology.mesh.device_type == "cuda",
+        # Experts are spread as all else: the wheel takes every parameter for one of an expert that
+        # has ".experts." in its name, and asks for their group whether there are any or not.
+        "expt_device_mesh": topology.mesh,
         **_outer_arguments(config, topology),
     }
-
-
-def _averaging_arguments(config: MegatronFSDPConfig, topology: Topology) -> dict[str, Any]:
-    """Return what averaging in the reduction needs; gloo, which cannot, divides before it."""
-    if not config.average_in_collective or topology.mesh.device_type != "cuda":
-        return {}
-    # The wheel asks for the size of the expert group, whether there are experts or not.
-    return {"average_in_collective": True, "expt_device_mesh": topology.mesh}
 
 
 def _outer_arguments(config: MegatronFSDPConfig, topology: Topology) -> dict[str, Any]:
@@ -83,14 +80,12 @@ def _outer_arguments(config: MegatronFSDPConfig, topology: Topology) -> dict[str
     if topology.outer is None:
         return {}
     group = topology.data.get_group()
-    arguments: dict[str, Any] = {
+    return {
         "dp_outer_dim": topology.outer,
         "hybrid_fsdp_group": group,
+        "hybrid_fsdp_expt_group": group,
         "outer_dp_sharding_strategy": config.outer_dp_sharding_strategy,
     }
-    if config.average_in_collective:
-        arguments["hybrid_fsdp_expt_group"] = group
-    return arguments
 
 
 def _refuse(config: MegatronFSDPConfig, option: str, needed: str) -> None:

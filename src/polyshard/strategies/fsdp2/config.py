@@ -150,6 +150,9 @@ class FSDP2Config(DistributedConfig):
             keeps the others.
         defer_fsdp_grad_sync: Whether gradients are reduced at the last microbatch only, which
             saves communication, rather than at each, which saves memory.
+        reduce_scatter_unused_params: Whether parameters that a rank did not use take part in the
+            reduction with zeros. It is needed where ranks use different ones, such as experts.
+            What no rank used then has a gradient of zeros, and not None.
         forward_prefetch_depth: How many units are gathered ahead in forward; None leaves it to
             torch.
         backward_prefetch_depth: How many units are gathered ahead in backward; None leaves it to
@@ -185,6 +188,7 @@ class FSDP2Config(DistributedConfig):
     )
     reshard_after_forward: bool | int | None = field(default=None, validator=optional(_is_reshard))
     defer_fsdp_grad_sync: bool = field(default=True, validator=is_bool)
+    reduce_scatter_unused_params: bool = field(default=False, validator=is_bool)
     forward_prefetch_depth: int | None = field(default=None, validator=optional(is_int(1)))
     backward_prefetch_depth: int | None = field(default=None, validator=optional(is_int(1)))
     enable_compile: bool = field(default=False, validator=is_bool)

@@ -187,6 +187,8 @@ def _shard(config: FSDP2Config, model: nn.Module, units: list[str], mesh: Device
         # The outputs of the model alone are cast: between units it would be there and back again.
         shard(model.get_submodule(name), mp_policy=replace(policy, output_dtype=None))
     shard(model, mp_policy=policy)
+    if config.reduce_scatter_unused_params and isinstance(model, FSDPModule):
+        model.set_reduce_scatter_unused_params(True)
     _prefetch(config, model, [model.get_submodule(name) for name in units])
 
 
