@@ -50,6 +50,28 @@ def test_two_distributions_with_one_name_are_both_named_and_one_can_be_chosen(
     assert set(chosen) == {"acme_shard", "ddp"}
 
 
+@pytest.mark.parametrize("name", ["rival_shard", "acme"])
+def test_an_alias_that_another_distribution_offers_is_nobodys(install: Install, name: str) -> None:
+    acme(install)
+    install(
+        "rival",
+        modules={"rival_shard": PLUGIN},
+        entry_points={
+            "polyshard.strategies": {name: "rival_shard"},
+            "polyshard.aliases": {"acme": name},
+        },
+    )
+    found = find_strategies({})
+    assert found["acme_shard"].aliases == ()
+    problem = str(found["acme"].problem)
+    assert "acme-shard 1.0 (for 'acme_shard') and rival 1.0" in problem
+    assert "both offer 'acme'; uninstall one, or choose one with POLYSHARD_PLUGINS=acme" in problem
+    (choice,) = problem.split("POLYSHARD_PLUGINS=")[1:]
+    (chosen,) = find_strategies({"POLYSHARD_PLUGINS": choice}).values()
+    assert "acme" in (chosen.name, *chosen.aliases)
+    assert chosen.problem is None
+
+
 def test_the_allow_list_refuses_a_name_that_is_not_installed() -> None:
     with pytest.raises(PluginError, match=r"POLYSHARD_PLUGINS names nosuch.*ddp@polyshard"):
         find_strategies({"POLYSHARD_PLUGINS": "ddp,nosuch"})

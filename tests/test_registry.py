@@ -94,8 +94,19 @@ def test_a_config_without_strategy_is_refused(registry: StrategyRegistry, config
 
 
 def test_a_taken_name_is_refused(registry: StrategyRegistry) -> None:
-    with pytest.raises(PluginError, match=r"found 'acme', which module .* offers"):
+    with pytest.raises(PluginError, match=r"found 'acme', which module .* offers; .* 'strategy'"):
         registry.register(Answers(), config_class=AcmeConfig)
+    for alias in ("Acme", "a-c-m-e"):
+        with pytest.raises(PluginError, match=r"found 'a.*', which module .* offers; .* 'alias'"):
+            registry.register(Answers(), config_class=OtherConfig, aliases=("free", alias))
+    assert set(registry.available()) == {"acme"}
+
+
+def test_a_name_that_is_an_alias_is_taken() -> None:
+    registry = StrategyRegistry(installed={})
+    registry.register(Answers(), config_class=AcmeConfig, aliases=("other",))
+    with pytest.raises(PluginError, match=r"found 'other', which module .* offers"):
+        registry.register(Answers(), config_class=OtherConfig)
 
 
 def test_a_hook_without_implementation_goes_to_the_default_or_is_an_error(
@@ -225,6 +236,13 @@ class TestBrokenPlugins:
         with pytest.raises(PluginLoadError) as caught:
             make("1 / 0").config_class("acme")
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+    @pytest.mark.parametrize("source", ["raise SystemExit('no')", "raise BaseException('no')"])
+    def test_what_is_no_exception_is_its_problem_too(
+        self, make: Callable[[str], StrategyRegistry], source: str
+    ) -> None:
+        with pytest.raises(PluginLoadError, match=r"cannot be loaded: \w+: no"):
+            ask(make(source), AcmeConfig())
 
     def test_a_missing_dependency_is_named(self, make: Callable[[str], StrategyRegistry]) -> None:
         with pytest.raises(PluginLoadError, match="needs the module 'nosuchmodule', which is not"):

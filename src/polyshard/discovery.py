@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import get_importer
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
@@ -267,24 +267,31 @@ def _only_allowed(
     return kept
 
 
-def _by_name(offers: Iterable[StrategyInfo]) -> dict[str, StrategyInfo]:
+def _by_name(offers: list[StrategyInfo]) -> dict[str, StrategyInfo]:
+    """Return the strategies by name; a name or an alias that several offer is nobody's."""
     claims: dict[str, list[StrategyInfo]] = {}
     for offer in offers:
-        claims.setdefault(offer.name, []).append(offer)
-    return {name: _settle(name, claims[name]) for name in sorted(claims)}
+        for name in {offer.name, *offer.aliases}:
+            claims.setdefault(name, []).append(offer)
+    contested = {name: _contested(name, many) for name, many in claims.items() if len(many) > 1}
+    alone = {
+        offer.name: evolve(offer, aliases=tuple(a for a in offer.aliases if a not in contested))
+        for offer in offers
+        if offer.name not in contested
+    }
+    return dict(sorted((alone | contested).items()))
 
 
-def _settle(name: str, claims: list[StrategyInfo]) -> StrategyInfo:
-    """Return the one offer for a name, or one whose problem is that there are several."""
-    if len(claims) == 1:
-        return claims[0]
-    owners = sorted(claim.origin for claim in claims)
-    choice = f"{name}@{min(claim.distribution for claim in claims)}"
+def _contested(name: str, claims: list[StrategyInfo]) -> StrategyInfo:
+    """Return a strategy whose problem is that several distributions offer its name."""
+    owners = " and ".join(
+        sorted(c.origin if c.name == name else f"{c.origin} (for {c.name!r})" for c in claims)
+    )
+    choice = min(f"{claim.name}@{claim.distribution}" for claim in claims)
     return StrategyInfo(
         name=name,
-        distribution=" and ".join(owners),
+        distribution=owners,
         problem=(
-            f"{' and '.join(owners)} both offer {name!r}; uninstall one, or choose one with "
-            f"{ALLOW_LIST}={choice}"
+            f"{owners} both offer {name!r}; uninstall one, or choose one with {ALLOW_LIST}={choice}"
         ),
     )

@@ -68,14 +68,10 @@ class StrategyRegistry:
         Raises:
             StrategyNotFoundError: None has it; the message lists what is installed.
         """
-        wanted = canonical_name(name)
-        strategies = self.available()
-        if wanted in strategies:
-            return strategies[wanted]
-        for info in strategies.values():
-            if wanted in info.aliases:
-                return info
-        raise StrategyNotFoundError(self._not_found(name))
+        info = self._holder(canonical_name(name))
+        if info is None:
+            raise StrategyNotFoundError(self._not_found(name))
+        return info
 
     def config_class(self, name: str) -> type[DistributedConfig]:
         """Import and return the config class of a strategy; the plugin itself is not loaded.
@@ -134,18 +130,21 @@ class StrategyRegistry:
             aliases: Other names.
 
         Raises:
-            PluginError: The name is taken, or the plugin does not follow the hook interface.
+            PluginError: The name or an alias is taken, or the plugin does not follow the hook
+                interface.
         """
         name = canonical_name(config_class.strategy)
-        taken = self.available().get(name)
-        if taken is not None:
-            raise PluginError(
-                f"expected a name that is free, found {name!r}, which {taken.origin} offers; "
-                f"give {config_class.__name__} another 'strategy'"
-            )
+        others = tuple(map(canonical_name, aliases))
+        for wanted in (name, *others):
+            if (taken := self._holder(wanted)) is not None:
+                kind = "strategy" if wanted == name else "alias"
+                raise PluginError(
+                    f"expected a name that is free, found {wanted!r}, which {taken.origin} offers; "
+                    f"give {config_class.__name__} another {kind!r}"
+                )
         info = StrategyInfo(
             name=name,
-            aliases=tuple(map(canonical_name, aliases)),
+            aliases=others,
             config_class=f"{config_class.__module__}:{config_class.__qualname__}",
             plugin=getattr(plugin, "__name__", type(plugin).__qualname__),
             distribution=describe_owner(config_class),
@@ -243,6 +242,12 @@ class StrategyRegistry:
             raise PluginError(f"{who} ({owner}) is registered already") from error
         self._answers[id(plugin)] = hooks
 
+    def _holder(self, name: str) -> StrategyInfo | None:
+        """Return the strategy with this name or alias, in the form in which names are compared."""
+        strategies = self.available()
+        by_alias = (info for info in strategies.values() if name in info.aliases)
+        return strategies.get(name) or next(by_alias, None)
+
     def _not_found(self, name: str) -> str:
         from polyshard.structuring import nearest
 
@@ -261,11 +266,13 @@ def _load(entry_point: EntryPoint, info: StrategyInfo) -> Any:
     """Import what an entry point names, and say which of two things is missing if it fails."""
     try:
         return entry_point.load()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, with which a module may refuse, is no Exception
         raise PluginLoadError(_load_failure(info, error)) from error
 
 
-def _load_failure(info: StrategyInfo, error: Exception) -> str:
+def _load_failure(info: StrategyInfo, error: BaseException) -> str:
     what = f"strategy {info.name!r} ({info.origin}) cannot be loaded"
     if info.problem:
         return f"{what}: {info.problem}"
