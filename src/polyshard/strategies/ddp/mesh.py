@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["data_parallel_group"]
 
+#: Dimensions that 'fsdp2' does not take either.
+_NOWHERE = {MeshAxisName.PP, MeshAxisName.EP, MeshAxisName.EP_SHARD}
+
 
 def data_parallel_group(mesh: DeviceMesh) -> ProcessGroup:
     """Return the process group of the mesh's data-parallel dimension.
@@ -24,9 +27,10 @@ def data_parallel_group(mesh: DeviceMesh) -> ProcessGroup:
     sizes = axis_sizes(mesh)
     others = {name: size for name, size in sizes.items() if name != MeshAxisName.DP and size > 1}
     if MeshAxisName.DP not in sizes or others:
+        elsewhere = "" if others.keys() & _NOWHERE else ", or use strategy 'fsdp2'"
         raise MeshError(
             "strategy 'ddp' spreads a model over the mesh dimension 'dp' alone, found "
             f"{sizes or f'{mesh.ndim} dimensions without names'}; leave out "
-            f"{', '.join(others) or 'the others'}, or use strategy 'fsdp2'"
+            f"{', '.join(others) or 'the others'}{elsewhere}"
         )
     return mesh.get_group(None if mesh.ndim == 1 else MeshAxisName.DP)
