@@ -57,6 +57,25 @@ def test_what_cannot_be_sharded_over_is_refused(
         assert f"found {found}" in str(message)
 
 
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("shard", ["dp", "dp_shard"])
+def test_a_dimension_that_was_flattened_of_other_ranks_is_refused(
+    ranks: RankPool, shard: str
+) -> None:
+    for message in ranks.run(flatten_wrongly, shard):
+        assert f"'{shard}_cp' to have the 4 ranks of {shard} x cp, found another" in message
+
+
+def flatten_wrongly(shard: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=(shard, "cp", "tp"))
+    mesh["cp", "tp"]._flatten(f"{shard}_cp")
+    try:
+        sharding_mesh(mesh)
+    except MeshError as error:
+        return str(error)
+    return "no error"
+
+
 def parts_of(shape: tuple[int, ...], names: Names) -> tuple[object, object] | str:
     try:
         parts = sharding_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.exceptions import MeshError
 from polyshard.mesh import MeshAxisName as Axis
+from polyshard.mesh import MeshContext
 from polyshard.placement import axis_sizes
 
 __all__ = ["ShardingMesh", "sharding_mesh"]
@@ -33,7 +34,8 @@ def sharding_mesh(mesh: DeviceMesh) -> ShardingMesh:
     Context-parallel ranks hold the same weights as data-parallel ones and share in their shards.
 
     Raises:
-        MeshError: A dimension is not one that FSDP2 knows, or there is none to shard over.
+        MeshError: A dimension is not one that FSDP2 knows, there is none to shard over, or a
+            flattened one has other ranks than its parts.
     """
     names = axis_sizes(mesh)
     unknown = [name for name in names if name not in _SUPPORTED and names[name] > 1]
@@ -48,7 +50,8 @@ def sharding_mesh(mesh: DeviceMesh) -> ShardingMesh:
         return ShardingMesh(mesh, None)
     data = mesh[shard]
     if names.get(Axis.CP, 1) > 1:
-        data = DeviceMesh._concatenate([data, mesh[Axis.CP]])._flatten(f"{shard}_cp")
+        # A rank that the mesh leaves out has no part in it.
+        data = MeshContext(mesh).submesh(Axis.DP_SHARD_CP) or data
     if Axis.DP_REPLICATE in names:
         # fully_shard takes the first dimension for the replicas, whatever it is called.
         data = DeviceMesh._concatenate([mesh[Axis.DP_REPLICATE], data])
