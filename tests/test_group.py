@@ -65,6 +65,21 @@ def test_every_task_of_a_slurm_step_finds_the_same_meeting_place() -> None:
     assert there.local_world_size == 2
 
 
+@pytest.mark.parametrize("other", [{"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "70018"}])
+def test_steps_and_jobs_on_one_machine_do_not_meet(other: dict[str, str]) -> None:
+    here, there = find_surroundings(SLURM), find_surroundings(SLURM | other)
+    assert here is not None
+    assert there is not None
+    assert here.master_port != there.master_port
+
+
+def test_no_slurm_job_meets_at_the_port_that_torch_takes_by_default() -> None:
+    for job in range(30_000):
+        found = find_surroundings(SLURM | {"SLURM_JOB_ID": str(job)})
+        assert found is not None
+        assert 1024 < found.master_port < 29_500
+
+
 def test_a_given_address_goes_before_the_one_from_slurm() -> None:
     found = find_surroundings(SLURM | {"MASTER_ADDR": "head", "MASTER_PORT": "4242"})
     assert found is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -12,6 +14,9 @@ import pytest
 
 from polyshard.exceptions import LaunchError
 from polyshard.launch import Job, JobFailedError, default_threads, launch
+
+#: Which jobs take that do not look for a free one.
+TORCHS_PORT = 29_500
 
 JOBS = """
     import os
@@ -22,6 +27,7 @@ JOBS = """
 
     import torch
     import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
 
     from polyshard import DistributedSetup
     from polyshard.exceptions import ConfigError
@@ -38,6 +44,17 @@ JOBS = """
 
     def say_where(arguments, place, report):
         return {"joined": dist.is_initialized(), "world_size": place.world_size}
+
+
+    def say_port(arguments, place, report):
+        dist.barrier()
+        return int(os.environ["MASTER_PORT"])
+
+
+    def fail_to_load_on_rank_1(arguments, place, report):
+        if place.rank == 1:
+            dcp.load({"weight": torch.zeros(1)}, checkpoint_id="gone", no_dist=True)
+        dist.barrier()
 
 
     def fail_on_rank_1(arguments, place, report):
@@ -87,6 +104,17 @@ def test_every_rank_returns_and_rank_0_reports() -> None:
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+def test_a_job_meets_on_a_port_that_is_free() -> None:
+    with socket.socket() as taken:
+        # Whoever else has it, it is not free.
+        with suppress(OSError):
+            taken.bind(("", TORCHS_PORT))
+            taken.listen()
+        (port, other) = launch(job("say_port"))
+    assert port == other
+    assert port != TORCHS_PORT
+
+
 def test_a_job_without_a_group_joins_none() -> None:
     alone = Job(target="some_jobs:say_where", arguments={}, device="cpu", join=False)
     assert launch(alone) == [{"joined": False, "world_size": 1}]
@@ -107,6 +135,12 @@ def test_an_error_of_polyshard_needs_no_traceback() -> None:
     with pytest.raises(JobFailedError, match="rank 1 of 2 failed: ConfigError: it was") as e:
         launch(job("fail_on_rank_1", foreseen=True))
     assert e.value.details == ""
+
+
+def test_an_error_that_is_no_exception_is_told_as_any_other() -> None:
+    with pytest.raises(JobFailedError, match="rank 1 of 2 failed: CheckpointException: ") as e:
+        launch(job("fail_to_load_on_rank_1"))
+    assert "gone/.metadata" in e.value.details
 
 
 def test_a_rank_that_is_killed_is_named_with_its_last_words() -> None:

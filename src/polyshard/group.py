@@ -29,8 +29,10 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 _LONGEST_SAVE = timedelta(days=1)
 #: Minutes; whoever asks for more than a year means something else.
 LONGEST_TIMEOUT = 365 * 24 * 60
-# Below the range from which Linux gives out ports by itself.
-_SLURM_PORTS = range(15_000, 30_000)
+# Below the range from which Linux gives out ports by itself, and torch's default of 29500.
+_SLURM_PORTS = range(15_000, 29_500)
+# A machine's jobs have numbers near each other; so have the steps of a job, which may run at once.
+_STRIDE_OF_STEPS = 1_009
 
 
 @frozen(kw_only=True)
@@ -217,8 +219,7 @@ def _from_slurm(environment: Mapping[str, str]) -> Surroundings | None:
         return None
     rank = _integer(environment, "SLURM_PROCID", 0, world_size - 1)
     local_rank = _integer(environment, "SLURM_LOCALID", 0, world_size - 1)
-    job = _integer(environment, "SLURM_JOB_ID", 0)
-    port = _SLURM_PORTS[job % len(_SLURM_PORTS)]
+    port = _slurm_port(environment)
     if "MASTER_PORT" in environment:
         port = _integer(environment, "MASTER_PORT", 0, 65_535)
     return Surroundings(
@@ -229,6 +230,13 @@ def _from_slurm(environment: Mapping[str, str]) -> Surroundings | None:
         master_addr=environment.get("MASTER_ADDR") or _first_node(environment),
         master_port=port,
     )
+
+
+def _slurm_port(environment: Mapping[str, str]) -> int:
+    """Choose a port that every task of a step finds, and tasks of other steps seldom."""
+    job = _integer(environment, "SLURM_JOB_ID", 0)
+    step = _integer(environment, "SLURM_STEP_ID", 0) if "SLURM_STEP_ID" in environment else 0
+    return _SLURM_PORTS[(job + _STRIDE_OF_STEPS * step) % len(_SLURM_PORTS)]
 
 
 def _tasks_on_this_node(environment: Mapping[str, str], world_size: int) -> int:
