@@ -48,8 +48,8 @@ def test_a_quoted_none_is_a_string(write: Write) -> None:
 
 
 def test_numbers_are_numbers_and_words_are_words(write: Write) -> None:
-    values = read_config(write("a: 1e-5\nb: 3\nc: yes\nd: '4'\ne: true\n")).values
-    assert values == {"a": 1e-5, "b": 3, "c": "yes", "d": "4", "e": True}
+    values = read_config(write("a: 1e-5\nb: 3\nc: yes\nd: '4'\ne: true\nf: -2E+3\n")).values
+    assert values == {"a": 1e-5, "b": 3, "c": "yes", "d": "4", "e": True, "f": -2000.0}
     assert type(values["a"]) is float
 
 
@@ -64,6 +64,10 @@ def test_toml_and_json_are_read_as_well(write: Write) -> None:
     ("name", "text", "message"),
     [
         ("run.yaml", "a: 1\nb: 2\na: 3\n", r'run\.yaml:3: found duplicate key "a"'),
+        ("run.yaml", "a:\n  b: 1\n  b: 2\n", r'run\.yaml:3: found duplicate key "b"'),
+        ("run.yaml", "- {a: 1, a: 2}\n", r'run\.yaml:1: found duplicate key "a"'),
+        ("run.toml", "[a]\nb = 1\nb = 2\n", r"run\.toml:3: Cannot overwrite a value"),
+        ("run.json", '{"a": [{"b": 1, "b": 2}]}', r"run\.json: found duplicate key 'b'"),
         ("run.toml", "a = 1\na = 2\n", r"run\.toml:2: Cannot overwrite a value"),
         ("run.json", '{"a": 1, "a": 2}', r"run\.json: found duplicate key 'a'"),
         ("run.yaml", "a: [1,\nb: 2\n", r"run\.yaml:3: expected ',' or '\]'"),

@@ -57,6 +57,19 @@ def test_a_class_means_its_subclasses_but_a_name_does_not() -> None:
     assert find_units(model, "Block").names == ("1",)
 
 
+class Elsewhere:
+    class Block(Block):
+        """Another class of the same name."""
+
+
+def test_a_name_of_two_classes_means_both_and_their_paths_tell_them_apart() -> None:
+    model = nn.Sequential(Block(), Elsewhere.Block(), Elsewhere.Block())
+    report = find_units(model, "Block")
+    assert str(report) == f"1 x {__name__}.Block, 2 x {__name__}.Elsewhere.Block"
+    assert find_units(model, f"{__name__}.Elsewhere.Block").names == ("1", "2")
+    assert find_units(model, f"{__name__}.Block").names == ("0",)
+
+
 def test_what_the_model_declares_comes_first() -> None:
     model = Network()
     model._no_split_modules = ["Embedding", "NotInThisOne"]  # type: ignore[assignment]
