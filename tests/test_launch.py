@@ -108,7 +108,7 @@ def test_a_job_meets_on_a_port_that_is_free() -> None:
     with socket.socket() as taken:
         # Whoever else has it, it is not free.
         with suppress(OSError):
-            taken.bind(("", TORCHS_PORT))
+            taken.bind(("127.0.0.1", TORCHS_PORT))
             taken.listen()
         (port, other) = launch(job("say_port"))
     assert port == other
