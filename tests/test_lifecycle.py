@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 from typing import ClassVar
 
 import pytest
@@ -424,6 +425,40 @@ def test_ranks_with_different_plugins_fail_together():
     assert on_one.startswith(cause)
 
 
+def parallelize_with_a_version_per_rank(folder):
+    """Parallelize with a plugin of which each rank has another version installed."""
+    import torch.distributed as dist
+
+    metadata = folder / str(dist.get_rank()) / "versioned.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text(f"Name: versioned\nVersion: 1.{dist.get_rank()}\n")
+    (metadata / "entry_points.txt").write_text(
+        f"[polyshard.strategies]\nrecorder = {__name__}:versioned\n"
+        f"[polyshard.configs]\nrecorder = {__name__}:RecorderConfig\n"
+    )
+    sys.path.insert(0, str(metadata.parent))
+    default_registry.cache_clear()
+    try:
+        parallelize(nn.Linear(2, 2), RecorderConfig())
+    except polyshard.PolyshardError as error:
+        return f"{type(error).__name__}: {error}", versioned.calls
+
+
+versioned = Recorder()
+
+
+def test_ranks_with_different_versions_of_a_plugin_fail_together(tmp_path):
+    with RankPool(2, timeout=60) as fresh:
+        answers = fresh.run(parallelize_with_a_version_per_rank, tmp_path)
+    kinds = sorted(message.partition(":")[0] for message, _ in answers)
+    assert kinds == ["PeerFailedError", "RanksDisagreeError"]
+    for message, calls in answers:
+        assert "found plugin 'recorder of versioned 1." in message
+        assert "versioned 1.0' on rank 0" in message
+        assert "versioned 1.1' on rank 1" in message
+        assert calls == [], "expected nothing to be wrapped"
+
+
 def parallelize_another_model_on_rank_one():
     import torch.distributed as dist
 
@@ -433,6 +468,28 @@ def parallelize_another_model_on_rank_one():
         parallelize(model, RecorderConfig())
     except polyshard.PolyshardError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def wrap_different_models(strategy):
+    """Give each rank another model, and return the error and whether the model was left alone."""
+    import torch.distributed as dist
+
+    model = nn.Linear(2, 2 + dist.get_rank())
+    weight = model.weight
+    try:
+        polyshard.DistributedSetup.build(strategy).parallelize(model)
+    except polyshard.PolyshardError as error:
+        left = model.weight is weight and not model._forward_hooks and not model._forward_pre_hooks
+        # A rank that lives on, in a collective that the others do not join, waits to the end.
+        dist.barrier()
+        return type(error).__name__, left
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.world_size(2)
+def test_ranks_that_differ_wait_for_nobody(ranks, strategy):
+    answers = ranks.run(wrap_different_models, strategy)
+    assert sorted(answers) == [("PeerFailedError", True), ("RanksDisagreeError", True)]
 
 
 @pytest.mark.world_size(2)

@@ -77,10 +77,12 @@ def parallelize(
     mesh = world_mesh() if mesh is None else mesh
     members = mesh_ranks(mesh)
     before = guards.parameters_of(model)
-    with together("parallelize", members), one_timeout():
+    with together("parallelize", members):
         _refuse_parallelized(model)
         registry.implements("parallelize", config)
         agree("parallelize", members, guards.facts(model, config))
+    # Every rank is known to come along: a strategy would wait for one that does not.
+    with together("parallelize", members), one_timeout():
         result = registry.dispatch(
             "parallelize", config, model=model, mesh=mesh, optimizer=optimizer
         )
