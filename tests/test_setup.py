@@ -154,6 +154,26 @@ JOINING = """
 """
 
 
+def test_without_a_gpu_the_default_is_the_cpu_over_gloo() -> None:
+    script = """
+        import os
+        import torch.distributed as dist
+        from polyshard import DistributedSetup
+
+        setup = DistributedSetup.build("ddp")
+        print(setup.device, setup.mesh_context.mesh.device_type, dist.get_backend(), flush=True)
+        os._exit(0)
+    """
+    alone = TORCHRUN | {"WORLD_SIZE": "1", "MASTER_PORT": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-c", dedent(script)],
+        capture_output=True,
+        text=True,
+        env=os.environ | alone | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.stdout == "cpu cpu gloo\n", ran.stderr
+
+
 def train_on_some_ranks() -> tuple[int, bool]:
     setup = DistributedSetup.build("ddp", world_size=2, ranks=[1, 3])
     model = nn.Linear(2, 1)

@@ -74,6 +74,33 @@ def test_what_show_prints_is_a_file_with_the_same_values(polyshard: Polyshard, f
     assert read_config(shown).structure(TrainingConfig) == expected
 
 
+def test_nothing_but_file_and_command_line_sets_a_value(
+    polyshard: Polyshard, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No settings that lie where programs look for some, and no variable of the environment."""
+    expected = polyshard("config", "show", "run.yaml").stdout
+    home = file.parent / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(home / ".config"))
+    for folder in (file.parent, home, home / ".config", home / ".config" / "polyshard"):
+        folder.mkdir(exist_ok=True)
+        for name in ("polyshard", ".polyshard", "config", "default", "defaults"):
+            (folder / f"{name}.yaml").write_text("distributed: ddp\nsteps: 7\n")
+            (folder / f"{name}.toml").write_text("steps = 7\n")
+    (file.parent / "pyproject.toml").write_text("[tool.polyshard]\nsteps = 7\n")
+    for name in ("STEPS", "POLYSHARD_STEPS", "POLYSHARD_TRAIN_STEPS", "POLYSHARD__STEPS"):
+        monkeypatch.setenv(name, "7")
+    for name in ("POLYSHARD_CONFIG", "POLYSHARD_CONFIG_FILE", "POLYSHARD_CONFIG_SHOW_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(file.parent / "polyshard.yaml"))
+    monkeypatch.setenv("POLYSHARD_CONFIG_SHOW_ASSIGNMENTS", "steps=7")
+    shown = polyshard("config", "show", "run.yaml")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout == expected
+    assert polyshard("config", "show").returncode == 2, (
+        "expected no file to stand for a missing one"
+    )
+
+
 @pytest.mark.parametrize(
     ("assignment", "problem"),
     [
