@@ -18,6 +18,7 @@ from polyshard.optimizers import (
     rebind,
     record_names,
     shard_like,
+    split_mixed_groups,
 )
 
 
@@ -127,6 +128,39 @@ def rebind_to_shards() -> tuple[Tensor, Tensor, float]:
     rebind(optimizer, names, model)
     two, one = optimizer.state[model["two"]], optimizer.state[model["one"]]
     return two["exp_avg"].to_local(), one["exp_avg"].to_local(), two["step"].item()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("option", ["foreach", "fused", None])
+def test_groups_of_two_kinds_are_parted_where_one_operation_steps_them(
+    ranks: RankPool, option: str | None
+) -> None:
+    for groups, values in ranks.run(step_two_kinds, option):
+        assert groups == ([2, 1, 1, 1] if option else [3, 1, 1])
+        assert values == pytest.approx([0.9] * 4 + [0.5], rel=1e-5)
+
+
+def step_two_kinds(option: str | None) -> tuple[list[int], list[float]]:
+    """Return the sizes of the groups, and what a step made of parameters of ones."""
+    model = nn.ParameterList([sharded(torch.ones(2, 2)), torch.ones(2), sharded(torch.ones(2))])
+    model.extend([nn.Parameter(torch.ones(3)), nn.Parameter(sharded(torch.ones(4)))])
+    groups: list[dict[str, Any]] = [
+        {"params": list(model[:3])},
+        {"params": [model[3]]},
+        {"params": [model[4]], "lr": 0.5},
+    ]
+    options = {option: True} if option else {}
+    optimizer = torch.optim.Adam(groups, lr=0.1, **options)
+    split_mixed_groups(optimizer)
+    split_mixed_groups(optimizer)
+    sum(_whole(p).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    return sizes, [_whole(p).mean().item() for p in model.parameters()]
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 @pytest.mark.world_size(1)

@@ -26,6 +26,7 @@ __all__ = [
     "record_names",
     "rebind",
     "shard_like",
+    "split_mixed_groups",
 ]
 
 #: What activation checkpointing and ``torch.compile`` put between the parts of a name.
@@ -112,6 +113,27 @@ def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], model: nn.Module) 
                 key: _follow(value, old, new, f"{type(optimizer).__name__} state {key!r} of {name}")
                 for key, value in state.items()
             }
+
+
+def split_mixed_groups(optimizer: Optimizer) -> None:
+    """Part the groups that would step DTensors and plain tensors in one operation.
+
+    Call it where part of a model stays plain: ``foreach`` and ``fused`` steps take one kind. The
+    plain tensors get a group of their own, right behind and with the same options; other groups
+    stay. A scheduler counts groups when it is made, which is to be done afterwards.
+
+    Args:
+        optimizer: Changed in place.
+    """
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        groups.append(group)
+        plain = [p for p in group["params"] if not isinstance(p, DTensor)]
+        in_one = group.get("foreach") or group.get("fused")
+        if in_one and 0 < len(plain) < len(group["params"]):
+            group["params"][:] = [p for p in group["params"] if isinstance(p, DTensor)]
+            groups.append({**group, "params": plain})
+    optimizer.param_groups[:] = groups
 
 
 def shard_like(full: Tensor, like: DTensor) -> DTensor:

@@ -19,7 +19,9 @@ from polyshard.conformance.parity import (
     Training,
     assert_parity,
     assert_same_weights,
+    mesh_of,
 )
+from polyshard.mesh import ParallelismSizes
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {
@@ -76,6 +78,29 @@ def test_training_equals_one_process(ranks, name, stage, passed):
         # The others turn rounding in a gradient near zero into a step of full size.
         for outcome in outcomes:
             assert_same_weights(outcome.weights, expected.weights, 1e-6)
+
+
+def train_split(name: str, passed: bool, tp_size: int) -> Outcome:
+    """Train on a mesh with tensor parallelism, which leaves part of the model plain."""
+    config = MegatronFSDPConfig(tp_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+    model = build_model(RECIPE.model)
+    early = OPTIMIZERS[name](groups_of(model)) if passed else None
+    mesh = mesh_of(ParallelismSizes(tp_size=tp_size))
+    wrapped, optimizer = parallelize(model, config, mesh=mesh, optimizer=early)
+    if optimizer is None:
+        optimizer = OPTIMIZERS[name](groups_of(wrapped))
+    optimizer = maybe_shard_optimizer(wrapped, optimizer, config)
+    training = Training(wrapped, optimizer, RECIPE, config, mesh)
+    training.train(range(RECIPE.steps))
+    return training.outcome()
+
+
+@pytest.mark.world_size(2, 4)
+@pytest.mark.parametrize("passed", [False, True], ids=["built after", "passed"])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW foreach", "AdamW fused"])
+def test_tensors_split_and_plain_are_stepped_alike(ranks, name, passed):
+    outcomes = ranks.run(train_split, name, passed, 2)
+    assert_parity(outcomes, train_plain(name), RECIPE)
 
 
 def keep_state(stage: int) -> Outcome:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from polyshard.exceptions import OptimizerError
-from polyshard.optimizers import canonical_parameters
+from polyshard.optimizers import canonical_parameters, split_mixed_groups
 from polyshard_megatron_fsdp._checkpoint import describe_state, offer_state_to_load_into
 from polyshard_megatron_fsdp._guard import refuse_empty, refuse_unshardable
 from polyshard_megatron_fsdp._layout import original_of
@@ -38,6 +38,7 @@ def shard(
         OptimizerError: It has no parameters, or those of another model.
     """
     if model in unwrapped:
+        split_mixed_groups(optimizer)
         return optimizer
     sharded = wrapped(model)
     if optimizer in sharded.record.optimizers:

@@ -104,6 +104,7 @@ def _leave_to_tensor_parallelism(
     unwrapped.add(model)
     if optimizer is not None:
         optimizers.rebind(optimizer, names, model)
+        optimizers.split_mixed_groups(optimizer)
     ParameterGuard(model, model)
     return model, optimizer
 
