@@ -78,6 +78,7 @@ def test_sizes_may_be_set_beside_the_strategy(polyshard: Polyshard) -> None:
     assert done.returncode == 0, done.stderr
     assert "  tp_size: 2" in done.stdout
     assert "final loss" in done.stdout
+    assert "arning" not in done.stderr
 
 
 def test_under_torchrun_it_joins_the_group() -> None:
