@@ -1,6 +1,7 @@
 """Checkpointed units compute the same and keep less; that none was wrapped is an error."""
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -134,3 +135,10 @@ def test_that_nothing_was_wrapped_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     with pytest.raises(UnitError, match="expected repeated blocks in Sequential, found none"):
         checkpoint_units(model, find_units(model), "full")
+
+
+def test_what_is_wrapped_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = network()
+    with caplog.at_level(logging.INFO, "polyshard"):
+        checkpoint_units(model, find_units(model), "selective")
+    assert f"activation checkpointing (selective): 2 x {__name__}.Block" in caplog.text

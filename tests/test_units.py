@@ -1,9 +1,14 @@
 """Units are found in the model or named by the user, and what cannot be one is refused."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
 
+from polyshard import parallelize, resolve_config
+from polyshard.conformance.models import build_model
+from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import UnitError
 from polyshard.units import UnitSpec, find_units
 
@@ -124,3 +129,31 @@ def test_a_unit_without_parameters_is_refused() -> None:
 def test_an_empty_list_is_refused() -> None:
     with pytest.raises(UnitError, match="at least one module class"):
         find_units(Network(), [])
+
+
+def told_at_the_wrap(strategy: str) -> str:
+    """Return what the loggers of the strategies say at the level INFO."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("polyshard", "polyshard_megatron_fsdp")]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        parallelize(build_model("plain"), resolve_config(strategy))
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+            logger.setLevel(logging.NOTSET)
+    return "\n".join(heard)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=pytest.mark.strategy(name)) for name in ("fsdp2", "megatron_fsdp")],
+)
+@pytest.mark.world_size(2)
+def test_what_a_strategy_found_is_told(ranks: RankPool, strategy: str) -> None:
+    for told in ranks.run(told_at_the_wrap, strategy):
+        assert "3 x polyshard.conformance.models.Block" in told
