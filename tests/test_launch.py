@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -113,6 +115,12 @@ def test_a_job_meets_on_a_port_that_is_free() -> None:
         (port, other) = launch(job("say_port"))
     assert port == other
     assert port != TORCHS_PORT
+
+
+def test_a_process_that_starts_after_the_end_of_its_job_is_silent(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "polyshard._launched", str(tmp_path / "gone")]
+    done = subprocess.run(command, env=os.environ | {"RANK": "0"}, capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 
 
 def test_a_job_without_a_group_joins_none() -> None:

@@ -34,9 +34,12 @@ def main() -> None:
     """Run this process's part of the job and end the process."""
     folder = Path(sys.argv[1])
     rank = int(os.environ["RANK"])
-    job = json.loads((folder / "job.json").read_text())
-    if not job["verbose"]:
-        _print_to(folder / f"output{rank}.txt")
+    try:
+        job = json.loads((folder / "job.json").read_text())
+        if not job["verbose"]:
+            _print_to(folder / f"output{rank}.txt")
+    except FileNotFoundError:
+        leave(1)  # The job was ended while this process started.
     _end_with_the_job(folder, job["launcher"])
     # Not Python's handler, which a process that waits in torch's code would never get to.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
