@@ -18,7 +18,6 @@ from polyshard.discovery import describe_owner
 from polyshard.exceptions import OptimizerNotShardableError, PluginError, UnsupportedError
 from polyshard.fields import describe_value
 from polyshard.mesh import world_mesh
-from polyshard.parallelized import members_of
 from polyshard.process_groups import one_timeout
 from polyshard.ranks import agree, mesh_ranks, together, world_size
 from polyshard.registry import default_registry
@@ -138,7 +137,7 @@ def maybe_shard_optimizer(
         )
     if optimizer in _ready_optimizers:
         return optimizer
-    with together("shard_optimizer", members_of(model_part)), one_timeout():
+    with together("shard_optimizer", parallelized.members_of(model_part)), one_timeout():
         sharded = registry.dispatch(
             "shard_optimizer", distributed_config, model=model_part, optimizer=optimizer
         )
@@ -160,12 +159,14 @@ class RebuildSnapshot:
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that hold any of the parts."""
-        return tuple(sorted({rank for part in self.parts for rank in members_of(part)}))
+        return tuple(
+            sorted({rank for part in self.parts for rank in parallelized.members_of(part)})
+        )
 
     def check(self) -> None:
         """Raise if a parameter was changed on some ranks only."""
         for part, versions in zip(self.parts, self.versions, strict=True):
-            guards.agree_on_changes(versions, part, members_of(part))
+            guards.agree_on_changes(versions, part, parallelized.members_of(part))
 
     def restore(self) -> None:
         """Let the strategy take over what the parts hold now."""
@@ -208,7 +209,7 @@ def pre_rebuild(
     if config is None or not registry.implements("post_rebuild", config):
         return None
     parts = [model] if isinstance(model, nn.Module) else list(model)
-    members = sorted({rank for part in parts for rank in members_of(part)})
+    members = sorted({rank for part in parts for rank in parallelized.members_of(part)})
     with together("pre_rebuild", members), one_timeout():
         own = [registry.dispatch("pre_rebuild", config, model=part) for part in parts]
     return RebuildSnapshot(config, parts, own, [guards.versions_of(part) for part in parts])
