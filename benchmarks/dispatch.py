@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from attrs import frozen
 
 from polyshard import DistributedConfig, hookimpl
-from polyshard.registry import StrategyRegistry
+from polyshard.registry.registry import StrategyRegistry
 
 CALLS = 5_000
 ROUNDS = 9

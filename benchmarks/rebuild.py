@@ -17,8 +17,8 @@ from torch import nn
 
 import polyshard
 from polyshard.conformance.pool import RankPool
-from polyshard.lifecycle import parameter_bytes
-from polyshard.parameter_guard import ParameterGuard
+from polyshard.lifecycle.state_dict import parameter_bytes
+from polyshard.parameters.guard import ParameterGuard
 
 FEW, MANY = 1_000, 10_000
 FEWER = 5  # times fewer under Megatron-FSDP, whose wheel wraps the most in over 25 minutes

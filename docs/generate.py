@@ -15,8 +15,8 @@ from polyshard import DistributedConfig, MixedPrecision, ParallelismSizes
 from polyshard.cli.app import polyshard as command_group
 from polyshard.conformance.changes import CHANGES
 from polyshard.conformance.rebuild_suite import RebuildConformance
-from polyshard.registry import default_registry
-from polyshard.schema import describe_class
+from polyshard.registry.registry import default_registry
+from polyshard.registry.schema import describe_class
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs" / "reference"

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polyshard.activation_checkpointing import (
+from polyshard.exceptions import UnitError
+from polyshard.parameters.names import canonical_parameters
+from polyshard.transforms.activation_checkpointing import (
     CheckpointMode,
     checkpoint_mode,
     checkpoint_units,
 )
-from polyshard.exceptions import UnitError
-from polyshard.optimizers import canonical_parameters
-from polyshard.units import find_units
+from polyshard.transforms.units import find_units
 
 
 class Block(nn.Module):

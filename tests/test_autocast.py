@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polyshard.autocast import autocast_forward
+from polyshard.transforms.autocast import autocast_forward
 
 
 class Failing(nn.Module):

@@ -37,7 +37,7 @@ class Run:
     tp_size: int = 1
 
 
-class Trainee:
+class TrainingRun:
     """A model in training, of which part may be frozen."""
 
     def __init__(self, run: Run, seed: int) -> None:
@@ -82,14 +82,14 @@ def adamw(model: nn.Module) -> Optimizer:
 
 
 def save(run: Run, folder: Path) -> None:
-    trainee = Trainee(run, seed=0)
+    trainee = TrainingRun(run, seed=0)
     trainee.train(range(SAVED))
     trainee.save(folder)
 
 
 def load(run: Run, folder: Path) -> Mapping[str, Tensor]:
     """Go on from a checkpoint with other weights and an optimizer that never stepped."""
-    trainee = Trainee(run, seed=1)
+    trainee = TrainingRun(run, seed=1)
     trainee.load(folder)
     trainee.train(range(SAVED, STEPS))
     return trainee.setup.full_state_dict(trainee.model)
@@ -141,7 +141,7 @@ def test_training_goes_on_under_any_strategy_on_any_number_of_ranks(
 
 def go_back(run: Run, folder: Path) -> Mapping[str, Tensor]:
     """Save, train on, and load into the same model and optimizer."""
-    trainee = Trainee(run, seed=0)
+    trainee = TrainingRun(run, seed=0)
     trainee.train(range(SAVED))
     trainee.save(folder)
     trainee.train(range(SAVED, STEPS))

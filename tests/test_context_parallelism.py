@@ -26,8 +26,8 @@ from polyshard import (
     resolve_config,
 )
 from polyshard.conformance.pool import RankPool
-from polyshard.context_parallelism import AttentionMethod
 from polyshard.exceptions import ConfigError, MeshError, PolyshardError
+from polyshard.transforms.context_parallel.attention import AttentionMethod
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 8, 16
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from polyshard.discovery import canonical_name, describe_owner, find_strategies
+from polyshard._describe import describe_owner
 from polyshard.exceptions import PluginError
+from polyshard.registry.discovery import canonical_name, find_strategies
 
 Install = Callable[..., Path]
 

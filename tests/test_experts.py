@@ -12,8 +12,8 @@ from torch.optim import SGD
 
 from polyshard import clip_grad_norm, full_state_dict, maybe_shard_optimizer, parallelize
 from polyshard.conformance.pool import RankPool
-from polyshard.resolve import resolve_config
-from polyshard.units import find_units
+from polyshard.registry.resolve import resolve_config
+from polyshard.transforms.units import find_units
 
 WIDTH, EXPERTS, LAYERS, STEPS = 8, 4, 3, 4
 

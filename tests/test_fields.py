@@ -7,8 +7,7 @@ import pytest
 import torch
 from attrs import field, frozen
 
-from polyshard.exceptions import ConfigError
-from polyshard.fields import (
+from polyshard.config.fields import (
     is_bool,
     is_dtype,
     is_int,
@@ -18,6 +17,7 @@ from polyshard.fields import (
     optional,
     to_dtype_name,
 )
+from polyshard.exceptions import ConfigError
 
 
 @frozen(kw_only=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from attrs import field, frozen
 
+from polyshard.config.fields import is_int, is_number, optional
+from polyshard.config.files import parse_assignment, parse_assignments, read_config
 from polyshard.exceptions import ConfigError
-from polyshard.fields import is_int, is_number, optional
-from polyshard.files import parse_assignment, parse_assignments, read_config
 
 
 @frozen(kw_only=True)

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import polyshard.full_state
+import polyshard.lifecycle.state_dict
 from polyshard import DistributedSetup, full_state_dict, load_full_state_dict, parallelize
 from polyshard.conformance.models import build_model
 from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import ModelError, PolyshardError
-from polyshard.resolve import resolve_config
+from polyshard.registry.resolve import resolve_config
 
 each_strategy = pytest.mark.parametrize(
     "strategy",
@@ -37,12 +37,12 @@ def load_in_chunks(strategy: str, sizes: dict[str, int], bytes_: int) -> bool:
     """Load in pieces of limited size what the first rank has; return whether it is there then."""
     setup = DistributedSetup.build(strategy, sizes)
     model, _ = setup.parallelize(build_model("tied"))
-    whole = polyshard.full_state._CHUNK_BYTES
-    polyshard.full_state._CHUNK_BYTES = bytes_
+    whole = polyshard.lifecycle.state_dict._CHUNK_BYTES
+    polyshard.lifecycle.state_dict._CHUNK_BYTES = bytes_
     try:
         setup.load_full_state_dict(model, new_values() if dist.get_rank() == 0 else None)
     finally:
-        polyshard.full_state._CHUNK_BYTES = whole
+        polyshard.lifecycle.state_dict._CHUNK_BYTES = whole
     return equal(setup.full_state_dict(model), new_values())
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from polyshard.exceptions import LaunchError
-from polyshard.launch import Job, JobFailedError, default_threads, launch
+from polyshard.processes.launcher import Job, JobFailedError, default_threads, launch
 
 #: Which jobs take that do not look for a free one.
 TORCHS_PORT = 29_500
@@ -118,7 +118,7 @@ def test_a_job_meets_on_a_port_that_is_free() -> None:
 
 
 def test_a_process_that_starts_after_the_end_of_its_job_is_silent(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "polyshard._launched", str(tmp_path / "gone")]
+    command = [sys.executable, "-m", "polyshard.processes._worker", str(tmp_path / "gone")]
     done = subprocess.run(command, env=os.environ | {"RANK": "0"}, capture_output=True)
     assert (done.returncode, done.stdout, done.stderr) == (1, b"", b"")
 

@@ -20,16 +20,11 @@ from polyshard.exceptions import (
     StrategyNotFoundError,
     UnsupportedError,
 )
-from polyshard.lifecycle import (
-    accumulate,
-    clip_grad_norm,
-    full_state_dict,
-    maybe_shard_optimizer,
-    parallelize,
-    parameter_bytes,
-    rebuild,
-)
-from polyshard.registry import default_registry
+from polyshard.lifecycle.gradients import accumulate, clip_grad_norm
+from polyshard.lifecycle.parallelize import maybe_shard_optimizer, parallelize
+from polyshard.lifecycle.rebuild import rebuild
+from polyshard.lifecycle.state_dict import full_state_dict, parameter_bytes
+from polyshard.registry.registry import default_registry
 
 
 @frozen(kw_only=True)

@@ -16,7 +16,7 @@ from polyshard import MeshAxisName, MeshContext, ParallelismSizes
 from polyshard.conformance.failures import RanksFailed
 from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import ConfigError, MeshError
-from polyshard.process_groups import group_timeout
+from polyshard.mesh.process_groups import group_timeout
 
 
 @pytest.mark.parametrize(

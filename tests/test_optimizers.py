@@ -11,15 +11,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import OptimizerError
-from polyshard.optimizers import (
-    canonical_name,
-    canonical_parameters,
-    own_name,
-    rebind,
-    record_names,
-    shard_like,
-    split_mixed_groups,
-)
+from polyshard.parameters.dtensors import shard_like
+from polyshard.parameters.names import canonical_name, canonical_parameters, strip_wrappers
+from polyshard.parameters.optimizer_binding import rebind, record_names, split_mixed_groups
 
 
 @pytest.mark.parametrize(
@@ -33,7 +27,7 @@ from polyshard.optimizers import (
 )
 def test_names_without_what_wrappers_add(name: str, canonical: str, own: str) -> None:
     assert canonical_name(name) == canonical
-    assert own_name(name) == own
+    assert strip_wrappers(name) == own
 
 
 def test_a_tied_parameter_has_all_its_names() -> None:

@@ -5,12 +5,8 @@ import torch
 from torch import nn
 
 from polyshard.exceptions import ModelError
-from polyshard.placement import (
-    mesh_device,
-    require_dimensions,
-    require_materialized,
-    require_parameters,
-)
+from polyshard.mesh.devices import mesh_device
+from polyshard.transforms.checks import require_dimensions, require_materialized, require_parameters
 
 
 @pytest.mark.parametrize(

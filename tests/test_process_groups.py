@@ -19,8 +19,8 @@ import polyshard
 from polyshard import DistributedConfig, DistributedSetup, hookimpl
 from polyshard.conformance.models import build_model, global_batch, loss_of
 from polyshard.conformance.pool import RankPool
-from polyshard.process_groups import group_timeout
-from polyshard.replicas import check_replicas
+from polyshard.lifecycle.replicas import check_replicas
+from polyshard.mesh.process_groups import group_timeout
 
 MINUTES = 4.0
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}

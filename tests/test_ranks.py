@@ -11,7 +11,9 @@ import torch.distributed as dist
 from polyshard.conformance.failures import RanksFailed
 from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import PeerFailedError, RanksDisagreeError
-from polyshard.ranks import agree, mesh_ranks, together, world_size
+from polyshard.mesh.devices import mesh_ranks
+from polyshard.processes.process_group import world_size
+from polyshard.processes.rank_sync import check_same_on_all_ranks, raise_on_all_ranks
 
 
 def everyone() -> tuple[int, ...]:
@@ -19,16 +21,16 @@ def everyone() -> tuple[int, ...]:
 
 
 def succeed() -> int:
-    with together("work", everyone()):
+    with raise_on_all_ranks("work", everyone()):
         pass
-    with together("more work", everyone()):
+    with raise_on_all_ranks("more work", everyone()):
         pass
     return world_size()
 
 
 def fail_on_rank_one() -> str:
     try:
-        with together("work", everyone()):
+        with raise_on_all_ranks("work", everyone()):
             if dist.get_rank() == 1:
                 raise KeyError("the cause")
     except (KeyError, PeerFailedError) as error:
@@ -37,7 +39,7 @@ def fail_on_rank_one() -> str:
 
 
 def fail_on_rank_one_in_a_collective() -> str:
-    with together("work", everyone()):
+    with raise_on_all_ranks("work", everyone()):
         if dist.get_rank() == 1:
             raise KeyError("the cause")
         dist.all_reduce(torch.zeros(1))
@@ -46,7 +48,7 @@ def fail_on_rank_one_in_a_collective() -> str:
 
 def fail_everywhere() -> str:
     try:
-        with together("work", everyone()):
+        with raise_on_all_ranks("work", everyone()):
             raise ValueError(f"on rank {dist.get_rank()}")
     except ValueError as error:
         return str(error)
@@ -60,10 +62,10 @@ def fail_then_succeed() -> bool:
 
 def fail_before_what_the_others_go_on_to() -> bool:
     try:
-        with together("work", everyone()):
+        with raise_on_all_ranks("work", everyone()):
             if dist.get_rank() == 1:
                 raise KeyError("the cause")
-            agree("work", everyone(), {"fact": "of rank 0"})
+            check_same_on_all_ranks("work", everyone(), {"fact": "of rank 0"})
     except (KeyError, PeerFailedError):
         pass
     return succeed() == world_size()
@@ -72,14 +74,14 @@ def fail_before_what_the_others_go_on_to() -> bool:
 def subset() -> str:
     if dist.get_rank() == 0:
         return "not a member"
-    with together("work", (1,)):
+    with raise_on_all_ranks("work", (1,)):
         return "a member"
 
 
 def compare(facts: list[dict[str, str]]) -> str:
     try:
-        with together("parallelize", everyone()):
-            agree("parallelize", everyone(), facts[dist.get_rank()])
+        with raise_on_all_ranks("parallelize", everyone()):
+            check_same_on_all_ranks("parallelize", everyone(), facts[dist.get_rank()])
     except (RanksDisagreeError, PeerFailedError) as error:
         return f"{type(error).__name__}: {error}"
     return "agreed"
@@ -89,7 +91,7 @@ def die_before_meeting() -> None:
     if dist.get_rank() == 1:
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
-    with together("work", everyone()):
+    with raise_on_all_ranks("work", everyone()):
         pass
 
 

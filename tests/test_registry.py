@@ -9,9 +9,9 @@ import pytest
 from attrs import frozen
 
 from polyshard import DistributedConfig, hookimpl
-from polyshard.discovery import find_strategies
 from polyshard.exceptions import PluginError, PluginLoadError, StrategyNotFoundError
-from polyshard.registry import HOOK_NAMES, StrategyRegistry
+from polyshard.registry.discovery import find_strategies
+from polyshard.registry.registry import HOOK_NAMES, StrategyRegistry
 
 Install = Callable[..., Path]
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from polyshard import DistributedSetup, FSDP2Config, parallelize
 from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import PolyshardError, RanksDisagreeError
-from polyshard.replicas import check_replicas
+from polyshard.lifecycle.replicas import check_replicas
 
 
 def break_one(strategy: str, sizes: dict[str, int], broken: int) -> str:

@@ -12,10 +12,10 @@ from jsonschema import Draft202012Validator
 from ruamel.yaml import YAML
 
 from polyshard import DistributedConfig, hookimpl
+from polyshard.config.fields import is_int, is_number, to_dtype_name
 from polyshard.exceptions import ConfigError, StrategyNotFoundError
-from polyshard.fields import is_int, is_number, to_dtype_name
-from polyshard.registry import StrategyRegistry, default_registry
-from polyshard.schema import describe_class, file_schema
+from polyshard.registry.registry import StrategyRegistry, default_registry
+from polyshard.registry.schema import describe_class, file_schema
 from polyshard.training.config import TrainingConfig, read_run
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))

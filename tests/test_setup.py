@@ -143,7 +143,7 @@ JOINING = """
 
     import torch.distributed as dist
     from polyshard import DistributedSetup
-    from polyshard.process_groups import group_timeout
+    from polyshard.mesh.process_groups import group_timeout
 
     setup = DistributedSetup.build("ddp", world_size=2, timeout_minutes=3, device="cpu")
     assert setup.device.type == "cpu"

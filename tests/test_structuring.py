@@ -6,9 +6,9 @@ import pytest
 from attrs import field, frozen
 
 from polyshard import DistributedConfig, MixedPrecision
+from polyshard.config.fields import is_int
+from polyshard.config.structuring import KeyPathError, structure
 from polyshard.exceptions import ConfigError
-from polyshard.fields import is_int
-from polyshard.structuring import KeyPathError, structure
 
 
 @frozen(kw_only=True)

@@ -10,7 +10,7 @@ from polyshard import parallelize, resolve_config
 from polyshard.conformance.models import build_model
 from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import UnitError
-from polyshard.units import UnitSpec, find_units
+from polyshard.transforms.units import UnitSpec, find_units
 
 
 class Attention(nn.Module):

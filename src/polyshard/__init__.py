@@ -8,62 +8,62 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from polyshard.config import DistributedConfig as DistributedConfig
-    from polyshard.context_parallelism import context_parallel as context_parallel
-    from polyshard.discovery import StrategyInfo as StrategyInfo
+    from polyshard.config.base import DistributedConfig as DistributedConfig
+    from polyshard.config.parallelism import MeshAxisName as MeshAxisName
+    from polyshard.config.parallelism import ParallelismSizes as ParallelismSizes
+    from polyshard.config.precision import MixedPrecision as MixedPrecision
     from polyshard.exceptions import PolyshardError as PolyshardError
-    from polyshard.full_state import load_full_state_dict as load_full_state_dict
-    from polyshard.hookspecs import hookimpl as hookimpl
-    from polyshard.lifecycle import accumulate as accumulate
-    from polyshard.lifecycle import clip_grad_norm as clip_grad_norm
-    from polyshard.lifecycle import full_state_dict as full_state_dict
-    from polyshard.lifecycle import maybe_shard_optimizer as maybe_shard_optimizer
-    from polyshard.lifecycle import parallelize as parallelize
-    from polyshard.lifecycle import post_rebuild as post_rebuild
-    from polyshard.lifecycle import pre_rebuild as pre_rebuild
-    from polyshard.lifecycle import rebuild as rebuild
-    from polyshard.mesh import MeshAxisName as MeshAxisName
-    from polyshard.mesh import MeshContext as MeshContext
-    from polyshard.mesh import ParallelismSizes as ParallelismSizes
-    from polyshard.precision import MixedPrecision as MixedPrecision
-    from polyshard.registry import StrategyRegistry as StrategyRegistry
-    from polyshard.registry import available_strategies as available_strategies
-    from polyshard.registry import observe as observe
-    from polyshard.registry import register as register
-    from polyshard.resolve import resolve_config as resolve_config
-    from polyshard.setup import DistributedSetup as DistributedSetup
+    from polyshard.lifecycle.distributed_setup import DistributedSetup as DistributedSetup
+    from polyshard.lifecycle.gradients import accumulate as accumulate
+    from polyshard.lifecycle.gradients import clip_grad_norm as clip_grad_norm
+    from polyshard.lifecycle.parallelize import maybe_shard_optimizer as maybe_shard_optimizer
+    from polyshard.lifecycle.parallelize import parallelize as parallelize
+    from polyshard.lifecycle.rebuild import post_rebuild as post_rebuild
+    from polyshard.lifecycle.rebuild import pre_rebuild as pre_rebuild
+    from polyshard.lifecycle.rebuild import rebuild as rebuild
+    from polyshard.lifecycle.state_dict import full_state_dict as full_state_dict
+    from polyshard.lifecycle.state_dict import load_full_state_dict as load_full_state_dict
+    from polyshard.mesh.context import MeshContext as MeshContext
+    from polyshard.registry.discovery import StrategyInfo as StrategyInfo
+    from polyshard.registry.hookspecs import hookimpl as hookimpl
+    from polyshard.registry.registry import StrategyRegistry as StrategyRegistry
+    from polyshard.registry.registry import available_strategies as available_strategies
+    from polyshard.registry.registry import observe as observe
+    from polyshard.registry.registry import register as register
+    from polyshard.registry.resolve import resolve_config as resolve_config
     from polyshard.strategies.ddp.config import DDPConfig as DDPConfig
     from polyshard.strategies.fsdp2.config import FSDP2Config as FSDP2Config
+    from polyshard.transforms.context_parallel.context import context_parallel as context_parallel
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "DDPConfig": "polyshard.strategies.ddp.config",
-    "DistributedConfig": "polyshard.config",
-    "DistributedSetup": "polyshard.setup",
+    "DistributedConfig": "polyshard.config.base",
+    "DistributedSetup": "polyshard.lifecycle.distributed_setup",
     "FSDP2Config": "polyshard.strategies.fsdp2.config",
-    "MeshAxisName": "polyshard.mesh",
-    "MeshContext": "polyshard.mesh",
-    "MixedPrecision": "polyshard.precision",
-    "ParallelismSizes": "polyshard.mesh",
+    "MeshAxisName": "polyshard.config.parallelism",
+    "MeshContext": "polyshard.mesh.context",
+    "MixedPrecision": "polyshard.config.precision",
+    "ParallelismSizes": "polyshard.config.parallelism",
     "PolyshardError": "polyshard.exceptions",
-    "StrategyInfo": "polyshard.discovery",
-    "StrategyRegistry": "polyshard.registry",
-    "accumulate": "polyshard.lifecycle",
-    "available_strategies": "polyshard.registry",
-    "clip_grad_norm": "polyshard.lifecycle",
-    "context_parallel": "polyshard.context_parallelism",
-    "full_state_dict": "polyshard.lifecycle",
-    "hookimpl": "polyshard.hookspecs",
-    "load_full_state_dict": "polyshard.full_state",
-    "maybe_shard_optimizer": "polyshard.lifecycle",
-    "observe": "polyshard.registry",
-    "parallelize": "polyshard.lifecycle",
-    "post_rebuild": "polyshard.lifecycle",
-    "pre_rebuild": "polyshard.lifecycle",
-    "rebuild": "polyshard.lifecycle",
-    "register": "polyshard.registry",
-    "resolve_config": "polyshard.resolve",
+    "StrategyInfo": "polyshard.registry.discovery",
+    "StrategyRegistry": "polyshard.registry.registry",
+    "accumulate": "polyshard.lifecycle.gradients",
+    "available_strategies": "polyshard.registry.registry",
+    "clip_grad_norm": "polyshard.lifecycle.gradients",
+    "context_parallel": "polyshard.transforms.context_parallel.context",
+    "full_state_dict": "polyshard.lifecycle.state_dict",
+    "hookimpl": "polyshard.registry.hookspecs",
+    "load_full_state_dict": "polyshard.lifecycle.state_dict",
+    "maybe_shard_optimizer": "polyshard.lifecycle.parallelize",
+    "observe": "polyshard.registry.registry",
+    "parallelize": "polyshard.lifecycle.parallelize",
+    "post_rebuild": "polyshard.lifecycle.rebuild",
+    "pre_rebuild": "polyshard.lifecycle.rebuild",
+    "rebuild": "polyshard.lifecycle.rebuild",
+    "register": "polyshard.registry.registry",
+    "resolve_config": "polyshard.registry.resolve",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

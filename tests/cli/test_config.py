@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from polyshard.files import read_config
+from polyshard.config.files import read_config
 from polyshard.training.config import TrainingConfig
 
 Polyshard = Callable[..., "subprocess.CompletedProcess[str]"]

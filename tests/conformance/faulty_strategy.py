@@ -12,7 +12,8 @@ import torch.distributed as dist
 from attrs import frozen
 from torch import nn
 
-from polyshard import DistributedConfig, defaults, hookimpl
+from polyshard import DistributedConfig, hookimpl
+from polyshard.strategies import fallback as defaults
 
 _kept = []
 _paused = WeakKeyDictionary()  # whether a model's gradients wait for the last microbatch

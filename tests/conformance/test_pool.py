@@ -57,7 +57,7 @@ def ends(pid):
 
 
 @dataclass
-class Place:
+class ParameterSlot:
     rank: int
     size: int
     environment: tuple[str | None, ...]
@@ -69,9 +69,9 @@ def place():
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
     environment = tuple(map(os.environ.get, names))
     if not dist.is_initialized():
-        return Place(-1, -1, environment)
+        return ParameterSlot(-1, -1, environment)
     time.sleep(0.1 * (dist.get_world_size() - dist.get_rank()))  # rank 0 answers last
-    return Place(dist.get_rank(), dist.get_world_size(), environment)
+    return ParameterSlot(dist.get_rank(), dist.get_world_size(), environment)
 
 
 def barrier_unless(rank, failing, *args):
@@ -95,7 +95,7 @@ def apply(function, value, *, times):
 
 
 def double(place):
-    return Place(place.rank * 2, place.size, place.environment)
+    return ParameterSlot(place.rank * 2, place.size, place.environment)
 
 
 class SpecialError(LookupError):
@@ -129,7 +129,7 @@ def kill_self(number):
     os.kill(os.getpid(), number)
 
 
-def surroundings():
+def launch_environment():
     return os.environ.get("SET_LATER"), Path.cwd()
 
 
@@ -158,20 +158,20 @@ def warn():
 
 def test_results_come_in_rank_order(ranks):
     assert ranks.run(place) == [
-        Place(0, 2, ("0", "0", "2", "2")),
-        Place(1, 2, ("1", "1", "2", "2")),
+        ParameterSlot(0, 2, ("0", "0", "2", "2")),
+        ParameterSlot(1, 2, ("1", "1", "2", "2")),
     ]
 
 
 def test_one_rank_has_a_process_group():
     with RankPool(1) as pool:
-        assert pool.run(place) == [Place(0, 1, ("0", "0", "1", "1"))]
+        assert pool.run(place) == [ParameterSlot(0, 1, ("0", "0", "1", "1"))]
 
 
 def test_without_process_group_nothing_tells_of_ranks(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with RankPool(1, process_group=False) as pool:
-        assert pool.run(place) == [Place(-1, -1, (None,) * 4)]
+        assert pool.run(place) == [ParameterSlot(-1, -1, (None,) * 4)]
 
 
 def test_ranks_started_late_see_what_the_caller_had_when_it_made_the_pool(tmp_path, monkeypatch):
@@ -179,7 +179,7 @@ def test_ranks_started_late_see_what_the_caller_had_when_it_made_the_pool(tmp_pa
     with RankPool(1, process_group=False) as pool:
         monkeypatch.setenv("SET_LATER", "1")
         monkeypatch.chdir(tmp_path)
-        assert pool.run(surroundings) == [(None, folder)]
+        assert pool.run(launch_environment) == [(None, folder)]
 
 
 @pytest.mark.parametrize(("size", "process_group"), [(0, True), (-1, True), (2, False)])
@@ -189,7 +189,7 @@ def test_impossible_sizes_are_refused(size, process_group):
 
 
 def test_arguments_may_be_functions_and_objects_of_the_test_file(lone):
-    assert lone.run(apply, double, Place(3, 2, ()), times=2) == [Place(12, 2, ())]
+    assert lone.run(apply, double, ParameterSlot(3, 2, ()), times=2) == [ParameterSlot(12, 2, ())]
 
 
 def test_runs_share_their_processes(ranks):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polyshard import hookspecs
-from polyshard.registry import HOOK_NAMES
+from polyshard.registry.registry import HOOK_NAMES, hookspecs
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 

@@ -3,8 +3,8 @@
 import pytest
 
 from polyshard import DDPConfig, FSDP2Config
+from polyshard.config.parallelism import ParallelismSizes
 from polyshard.conformance.rebuild_suite import TELLING, RebuildConformance
-from polyshard.mesh import ParallelismSizes
 
 REFUSALS = {
     "load on rank 0": "changed' on rank",

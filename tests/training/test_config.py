@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from polyshard import DDPConfig, ParallelismSizes
+from polyshard.config.structuring import KeyPathError, structure
 from polyshard.exceptions import ConfigError
-from polyshard.structuring import KeyPathError, structure
 from polyshard.training.config import ModelConfig, OptimizerConfig, TrainingConfig, read_run
 
 

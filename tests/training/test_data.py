@@ -8,7 +8,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from polyshard.structuring import KeyPathError
+from polyshard.config.structuring import KeyPathError
 from polyshard.training.config import DataConfig, TrainingConfig
 from polyshard.training.data import Batches, read_text
 

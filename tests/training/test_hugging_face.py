@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from polyshard.config.structuring import KeyPathError, structure
 from polyshard.conformance.pool import RankPool
-from polyshard.group import Place
-from polyshard.structuring import KeyPathError, structure
+from polyshard.processes.process_group import RankInfo
 from polyshard.training.config import TrainingConfig
 from polyshard.training.jobs import run
 from polyshard.training.model import build_model
@@ -60,7 +60,7 @@ def config_of(
 def losses(folder: Path, distributed: object, cp_size: int = 1) -> list[float]:
     config = config_of(folder, distributed, cp_size=cp_size)
     joined = dist.is_initialized()
-    place = Place(
+    place = RankInfo(
         rank=dist.get_rank() if joined else 0,
         world_size=dist.get_world_size() if joined else 1,
         device=torch.device("cpu"),

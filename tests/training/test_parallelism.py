@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from polyshard import ParallelismSizes
+from polyshard.config.structuring import KeyPathError, structure
 from polyshard.conformance.pool import RankPool
-from polyshard.group import Place
-from polyshard.process_groups import group_timeout
-from polyshard.structuring import KeyPathError, structure
+from polyshard.mesh.process_groups import group_timeout
+from polyshard.processes.process_group import RankInfo
 from polyshard.training.config import TrainingConfig
 from polyshard.training.jobs import run
 
@@ -27,7 +27,7 @@ def losses(values: dict[str, Any]) -> list[float]:
     size = dist.get_world_size() if dist.is_initialized() else 1
     config.check_shares(size)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    place = Place(rank=rank, world_size=size, device=torch.device("cpu"))
+    place = RankInfo(rank=rank, world_size=size, device=torch.device("cpu"))
     arguments = {"config": config.to_dict(), "weights": None}
     found: list[float] = run(arguments, place, lambda step: None)["losses"]
     return found

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from polyshard.config.parallelism import ParallelismSizes
 from polyshard.conformance.suite import StrategyConformance
-from polyshard.mesh import ParallelismSizes
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
 # On one rank nothing is wrapped, whatever the stage; that is tested once, for the default one.

@@ -25,7 +25,7 @@ from polyshard.conformance.parity import (
     build_optimizer,
 )
 from polyshard.conformance.pool import RankPool
-from polyshard.units import find_units
+from polyshard.transforms.units import find_units
 from polyshard_megatron_fsdp import MegatronFSDPConfig, _wrap
 from polyshard_megatron_fsdp._load import accept_full_tensors
 from polyshard_megatron_fsdp._mesh import topology_of

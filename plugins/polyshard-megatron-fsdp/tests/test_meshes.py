@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from polyshard import parallelize
 from polyshard.conformance.models import build_model
 from polyshard.exceptions import PolyshardError
-from polyshard.lifecycle import parameter_bytes
+from polyshard.lifecycle.state_dict import parameter_bytes
 from polyshard_megatron_fsdp import MegatronFSDPConfig, _wheel
 
 pytestmark = pytest.mark.world_size(4)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyshard import full_state_dict, maybe_shard_optimizer, parallelize
+from polyshard.config.parallelism import ParallelismSizes
 from polyshard.conformance.models import WIDTH, Block, TinyModel
 from polyshard.conformance.parity import (
     Outcome,
@@ -19,7 +20,6 @@ from polyshard.conformance.parity import (
     mesh_of,
 )
 from polyshard.exceptions import ModelError, UnsupportedError
-from polyshard.mesh import ParallelismSizes
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
 RECIPE = Recipe(steps=3)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 from polyshard import maybe_shard_optimizer, parallelize
+from polyshard.config.parallelism import ParallelismSizes
 from polyshard.conformance.models import build_model
 from polyshard.conformance.parity import (
     Outcome,
@@ -21,7 +22,6 @@ from polyshard.conformance.parity import (
     assert_same_weights,
     mesh_of,
 )
-from polyshard.mesh import ParallelismSizes
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {

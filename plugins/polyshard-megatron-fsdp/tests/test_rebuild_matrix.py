@@ -2,9 +2,9 @@
 
 import pytest
 
+from polyshard.config.parallelism import ParallelismSizes
 from polyshard.conformance.changes import CHANGES
 from polyshard.conformance.rebuild_suite import TELLING, RebuildConformance
-from polyshard.mesh import ParallelismSizes
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
 pytestmark = pytest.mark.strategy("megatron_fsdp")

@@ -15,7 +15,7 @@ from polyshard.cli.config import config
 from polyshard.cli.strategies import strategies
 from polyshard.cli.train import train
 from polyshard.exceptions import ConfigError, PolyshardError, StrategyNotFoundError
-from polyshard.launch import Interrupted, JobFailedError
+from polyshard.processes.launcher import Interrupted, JobFailedError
 
 __all__ = ["main"]
 

@@ -13,12 +13,12 @@ from polyshard.cli.output import console
 from polyshard.cli.progress import StepProgress
 from polyshard.cli.report import print_report, to_json
 from polyshard.cli.types import OUTPUT_FILE, STRATEGY, StrategyChoice
-from polyshard.config import DistributedConfig
-from polyshard.discovery import StrategyInfo
+from polyshard.config.base import DistributedConfig
 from polyshard.exceptions import PluginError
-from polyshard.launch import Job, check_capacity
-from polyshard.registry import available_strategies, default_registry
-from polyshard.resolve import resolve_config
+from polyshard.processes.launcher import Job, check_capacity
+from polyshard.registry.discovery import StrategyInfo
+from polyshard.registry.registry import available_strategies, default_registry
+from polyshard.registry.resolve import resolve_config
 from polyshard.training.comparison import Candidate, compare
 from polyshard.training.config import DataConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from polyshard.training.data import Batches, read_text

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from polyshard.config.files import ConfigSource, KeyPath
 from polyshard.exceptions import PluginError
-from polyshard.files import ConfigSource, KeyPath
-from polyshard.registry import default_registry
-from polyshard.schema import file_schema
+from polyshard.registry.registry import default_registry
+from polyshard.registry.schema import file_schema
 from polyshard.training.config import TrainingConfig, read_run
 
 __all__ = ["config"]

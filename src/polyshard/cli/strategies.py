@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from polyshard.cli.output import console
-from polyshard.discovery import StrategyInfo
 from polyshard.exceptions import PolyshardError
-from polyshard.registry import available_strategies, default_registry
+from polyshard.registry.discovery import StrategyInfo
+from polyshard.registry.registry import available_strategies, default_registry
 
 __all__ = ["strategies"]
 

@@ -15,10 +15,11 @@ from ruamel.yaml import YAML
 
 from polyshard.cli.output import show_bytes, show_seconds
 from polyshard.cli.progress import StepProgress
+from polyshard.config.structuring import KeyPathError
 from polyshard.exceptions import PolyshardError
-from polyshard.group import Surroundings, find_surroundings, join_group, leave, meet
-from polyshard.launch import Job, check_capacity, default_processes, launch
-from polyshard.structuring import KeyPathError
+from polyshard.processes.environment import LaunchEnvironment, read_launch_environment
+from polyshard.processes.launcher import Job, check_capacity, default_processes, launch
+from polyshard.processes.process_group import exit_process, final_barrier, join_process_group
 from polyshard.training.config import TrainingConfig, read_run
 from polyshard.training.data import Batches, read_text
 
@@ -49,19 +50,19 @@ def train(
     """
     source = read_run(config_file, assignments)
     config = source.structure(TrainingConfig)
-    surroundings = find_surroundings()
-    if surroundings is None:
+    launch_environment = read_launch_environment()
+    if launch_environment is None:
         processes = nproc or default_processes(device)
     else:
-        processes = surroundings.world_size
-        _refuse_other_count(nproc, surroundings)
+        processes = launch_environment.world_size
+        _refuse_other_count(nproc, launch_environment)
     with source.located():
         Batches(read_text(config.data.path), config)
         _check_processes(config, processes)
-    if surroundings is None:
+    if launch_environment is None:
         _train_in_new_processes(config, processes, device, verbose)
     else:
-        _train_in_this_process(config, surroundings, device)
+        _train_in_this_process(config, launch_environment, device)
 
 
 def _train_in_new_processes(
@@ -89,28 +90,32 @@ def _train_in_new_processes(
 
 
 def _train_in_this_process(
-    config: TrainingConfig, surroundings: Surroundings, device: str | None
+    config: TrainingConfig, launch_environment: LaunchEnvironment, device: str | None
 ) -> NoReturn:
     """Train as one rank of a group that something else started, and end the process."""
     try:
-        _train_as_rank(config, surroundings, device)
-        meet()
+        _train_as_rank(config, launch_environment, device)
+        final_barrier()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
-        _report_rank(error, surroundings)
-        leave(1)
-    leave(0)
+        _report_rank(error, launch_environment)
+        exit_process(1)
+    exit_process(0)
 
 
-def _train_as_rank(config: TrainingConfig, surroundings: Surroundings, device: str | None) -> None:
-    from polyshard.ranks import agree, together
+def _train_as_rank(
+    config: TrainingConfig, launch_environment: LaunchEnvironment, device: str | None
+) -> None:
+    from polyshard.processes.rank_sync import check_same_on_all_ranks, raise_on_all_ranks
     from polyshard.training.jobs import run
 
-    place = join_group(surroundings, device)
+    place = join_process_group(launch_environment, device)
     everyone = range(place.world_size)
-    with together("polyshard train", everyone):
-        agree("polyshard train", everyone, {"config": json.dumps(config.to_dict(), indent=0)})
+    with raise_on_all_ranks("polyshard train", everyone):
+        check_same_on_all_ranks(
+            "polyshard train", everyone, {"config": json.dumps(config.to_dict(), indent=0)}
+        )
     arguments = {"config": config.to_dict(), "weights": None}
     if place.rank > 0:
         run(arguments, place, lambda step: None)
@@ -123,22 +128,22 @@ def _train_as_rank(config: TrainingConfig, surroundings: Surroundings, device: s
     _print_result(result)
 
 
-def _report_rank(error: BaseException, surroundings: Surroundings) -> None:
+def _report_rank(error: BaseException, launch_environment: LaunchEnvironment) -> None:
     """Say what failed here, and leave it where torchrun looks for the first failure."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if not isinstance(error, PolyshardError):
         traceback.print_exception(error)
-    where = f"rank {surroundings.rank} of {surroundings.world_size}"
+    where = f"rank {launch_environment.rank} of {launch_environment.world_size}"
     click.echo(f"polyshard: error: {where} failed: {type(error).__name__}: {error}", err=True)
     get_error_handler().record_exception(error)
 
 
-def _refuse_other_count(nproc: int | None, surroundings: Surroundings) -> None:
-    if nproc not in (None, surroundings.world_size):
+def _refuse_other_count(nproc: int | None, launch_environment: LaunchEnvironment) -> None:
+    if nproc not in (None, launch_environment.world_size):
         raise click.UsageError(
-            f"--nproc {nproc}: this process was started as rank {surroundings.rank} of "
-            f"{surroundings.world_size}; leave --nproc out, since processes "
+            f"--nproc {nproc}: this process was started as rank {launch_environment.rank} of "
+            f"{launch_environment.world_size}; leave --nproc out, since processes "
             "are there already"
         )
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import click
 
+from polyshard.config.files import parse_assignments
 from polyshard.exceptions import ConfigError
-from polyshard.files import parse_assignments
 
 __all__ = ["OUTPUT_FILE", "STRATEGY", "StrategyChoice"]
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from polyshard.conformance.models import TinyModel
-from polyshard.optimizers import canonical_name
+from polyshard.parameters.names import canonical_name
 
 __all__ = ["CHANGES", "Change", "Values"]
 

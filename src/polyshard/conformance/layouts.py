@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from attrs import asdict
 
-from polyshard.mesh import ParallelismSizes
+from polyshard.config.parallelism import ParallelismSizes
 
 if TYPE_CHECKING:
-    from polyshard.config import DistributedConfig
+    from polyshard.config.base import DistributedConfig
 
 __all__ = ["LAYOUTS", "layouts_of"]
 

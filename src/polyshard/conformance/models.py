@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyshard.optimizers import canonical_name
+from polyshard.parameters.names import canonical_name
 
 __all__ = [
     "BATCH",

@@ -20,6 +20,7 @@ from attrs import frozen
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from polyshard.config.parallelism import ParallelismSizes
 from polyshard.conformance.models import (
     build_model,
     global_batch,
@@ -27,20 +28,16 @@ from polyshard.conformance.models import (
     loss_on,
     tables_of_places,
 )
-from polyshard.context_parallelism import context_parallel
-from polyshard.lifecycle import (
-    accumulate,
-    clip_grad_norm,
-    full_state_dict,
-    maybe_shard_optimizer,
-    parallelize,
-)
-from polyshard.mesh import MeshContext, ParallelismSizes
+from polyshard.lifecycle.gradients import accumulate, clip_grad_norm
+from polyshard.lifecycle.parallelize import maybe_shard_optimizer, parallelize
+from polyshard.lifecycle.state_dict import full_state_dict
+from polyshard.mesh.context import MeshContext
+from polyshard.transforms.context_parallel.context import context_parallel
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from polyshard.config import DistributedConfig
+    from polyshard.config.base import DistributedConfig
 
 __all__ = [
     "TOLERANCE",

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from polyshard.conformance.pool import RankPool
-from polyshard.discovery import canonical_name, find_strategies
+from polyshard.registry.discovery import canonical_name, find_strategies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

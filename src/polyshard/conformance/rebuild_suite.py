@@ -18,10 +18,10 @@ from polyshard.conformance.parity import Outcome, assert_parity, train_plain
 from polyshard.conformance.rebuilds import FRESH, RECIPE, Trained
 
 if TYPE_CHECKING:
-    from polyshard.config import DistributedConfig
+    from polyshard.config.base import DistributedConfig
+    from polyshard.config.parallelism import ParallelismSizes
     from polyshard.conformance.pool import RankPool
     from polyshard.conformance.rebuilds import When
-    from polyshard.mesh import ParallelismSizes
 
 __all__ = ["TELLING", "RebuildConformance"]
 

@@ -20,18 +20,13 @@ from polyshard.conformance.parity import (
     start,
 )
 from polyshard.exceptions import OptimizerError, PeerFailedError, RebuildError
-from polyshard.full_state import load_full_state_dict
-from polyshard.lifecycle import (
-    maybe_shard_optimizer,
-    parallelize,
-    post_rebuild,
-    pre_rebuild,
-    rebuild,
-)
+from polyshard.lifecycle.parallelize import maybe_shard_optimizer, parallelize
+from polyshard.lifecycle.rebuild import post_rebuild, pre_rebuild, rebuild
+from polyshard.lifecycle.state_dict import load_full_state_dict
 
 if TYPE_CHECKING:
-    from polyshard.config import DistributedConfig
-    from polyshard.mesh import ParallelismSizes
+    from polyshard.config.base import DistributedConfig
+    from polyshard.config.parallelism import ParallelismSizes
 
 __all__ = [
     "FRESH",

@@ -27,22 +27,19 @@ from polyshard.conformance.parity import (
     wrap,
 )
 from polyshard.exceptions import PeerFailedError, PolyshardError
-from polyshard.hookspecs import hookimpl
-from polyshard.lifecycle import (
-    accumulate,
-    full_state_dict,
-    maybe_shard_optimizer,
-    parallelize,
-    rebuild,
-)
-from polyshard.optimizers import canonical_name
-from polyshard.registry import observe
+from polyshard.lifecycle.gradients import accumulate
+from polyshard.lifecycle.parallelize import maybe_shard_optimizer, parallelize
+from polyshard.lifecycle.rebuild import rebuild
+from polyshard.lifecycle.state_dict import full_state_dict
+from polyshard.parameters.names import canonical_name
+from polyshard.registry.hookspecs import hookimpl
+from polyshard.registry.registry import observe
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from polyshard.config import DistributedConfig
-    from polyshard.mesh import ParallelismSizes
+    from polyshard.config.base import DistributedConfig
+    from polyshard.config.parallelism import ParallelismSizes
 
 __all__ = ["Ending", "Wrapped"]
 

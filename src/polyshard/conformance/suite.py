@@ -24,9 +24,9 @@ from polyshard.conformance.parity import (
 )
 
 if TYPE_CHECKING:
-    from polyshard.config import DistributedConfig
+    from polyshard.config.base import DistributedConfig
+    from polyshard.config.parallelism import ParallelismSizes
     from polyshard.conformance.pool import RankPool
-    from polyshard.mesh import ParallelismSizes
 
 __all__ = ["Deviation", "StrategyConformance"]
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from attrs import evolve, field, frozen
 
-from polyshard.config import DistributedConfig
+from polyshard.config.base import DistributedConfig
 from polyshard.exceptions import PolyshardError
-from polyshard.launch import Job, JobFailedError, default_threads, launch
+from polyshard.processes.launcher import Job, JobFailedError, default_threads, launch
 from polyshard.training.config import TrainingConfig
 
 if TYPE_CHECKING:
@@ -237,17 +237,17 @@ def compare(
         LaunchError: The reference failed, or the processes cannot be started.
     """
     with TemporaryDirectory(prefix="polyshard-compare-") as name:
-        bench = _Bench(Path(name), config, watcher, world_size, device, verbose)
+        bench = _TrialRunner(Path(name), config, watcher, world_size, device, verbose)
         reference = bench.run_reference()
         return Comparison(
             config=config,
             reference=reference,
-            trials=[bench.try_out(candidate, reference) for candidate in candidates],
+            trials=[bench.run_trial(candidate, reference) for candidate in candidates],
         )
 
 
 @frozen
-class _Bench:
+class _TrialRunner:
     """Where the runs of one comparison are made."""
 
     folder: Path
@@ -263,7 +263,7 @@ class _Bench:
         self.watcher.end("reference", None)
         return reference
 
-    def try_out(self, candidate: Candidate, reference: Run) -> Trial:
+    def run_trial(self, candidate: Candidate, reference: Run) -> Trial:
         trial = Trial(candidate=candidate, world_size=self.world_size, problem=candidate.problem)
         self.watcher.begin(candidate.label)
         if candidate.config is not None:

@@ -8,15 +8,14 @@ from typing import Any, ClassVar
 
 from attrs import Attribute, field, fields, frozen
 
-from polyshard.config import DistributedConfig
+from polyshard.config.base import DistributedConfig
+from polyshard.config.fields import is_int, is_number, is_one_of, is_str, optional
+from polyshard.config.files import ConfigSource, KeyPath, read_config
+from polyshard.config.parallelism import ParallelismSizes
+from polyshard.config.structuring import KeyPathError, UnknownKeyError, unstructure
 from polyshard.exceptions import ConfigError, MeshError, PolyshardError
-from polyshard.fields import is_int, is_number, is_one_of, is_str, optional
-from polyshard.files import ConfigSource, KeyPath, read_config
-from polyshard.group import LONGEST_TIMEOUT
-from polyshard.mesh import ParallelismSizes
-from polyshard.resolve import resolve_config
-from polyshard.setup import check_parallelism
-from polyshard.structuring import KeyPathError, UnknownKeyError, unstructure
+from polyshard.processes.process_group import LONGEST_TIMEOUT
+from polyshard.registry.resolve import check_parallelism, resolve_config
 
 __all__ = ["DataConfig", "ModelConfig", "OptimizerConfig", "TrainingConfig", "read_run"]
 

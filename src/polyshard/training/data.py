@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polyshard.structuring import KeyPathError
+from polyshard.config.structuring import KeyPathError
 
 if TYPE_CHECKING:
     from torch import Tensor

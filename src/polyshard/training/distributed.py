@@ -9,18 +9,19 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from polyshard.config import DistributedConfig
-from polyshard.lifecycle import parameter_bytes
-from polyshard.mesh import MeshAxisName, MeshContext
-from polyshard.setup import DistributedSetup
+from polyshard.config.base import DistributedConfig
+from polyshard.config.parallelism import MeshAxisName
+from polyshard.lifecycle.distributed_setup import DistributedSetup
+from polyshard.lifecycle.state_dict import parameter_bytes
+from polyshard.mesh.context import MeshContext
 from polyshard.training.config import TrainingConfig
 from polyshard.training.loop import build_optimizer
 from polyshard.training.model import build_model
 
-__all__ = ["DistributedTrainee"]
+__all__ = ["StrategyRun"]
 
 
-class DistributedTrainee:
+class StrategyRun:
     """A model in training under a strategy."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from polyshard.structuring import KeyPathError
+from polyshard.config.structuring import KeyPathError
 
 if TYPE_CHECKING:
     from polyshard.training.config import TrainingConfig

@@ -14,12 +14,12 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from polyshard.group import Place
+from polyshard.processes.process_group import RankInfo
 from polyshard.training.config import OptimizerConfig, TrainingConfig
 from polyshard.training.data import Batches, read_text
-from polyshard.training.model import next_byte_loss, places_of
+from polyshard.training.model import next_byte_loss, position_ids_for
 
-__all__ = ["Record", "Step", "Trainee", "build_optimizer", "train"]
+__all__ = ["Record", "Step", "TrainingRun", "build_optimizer", "train"]
 
 
 @frozen
@@ -54,7 +54,7 @@ class Record:
         self.step_seconds.append(step.seconds)
 
 
-class Trainee(Protocol):
+class TrainingRun(Protocol):
     """A model in training: plain, or under a strategy.
 
     Attributes:
@@ -92,45 +92,45 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> Optimizer:
 
 
 def train(
-    trainee: Trainee, config: TrainingConfig, place: Place, report: Callable[[Step], None]
+    run: TrainingRun, config: TrainingConfig, rank_info: RankInfo, report: Callable[[Step], None]
 ) -> Record:
     """Train for the steps that the config asks for and return what each came to.
 
     Call it on every rank.
 
     Args:
-        trainee: The model and its optimizer.
+        run: The model and its optimizer.
         config: The run.
-        place: This process among the ranks, and its device.
+        rank_info: This process among the ranks, and its device.
         report: Called after each step.
     """
     batches = Batches(read_text(config.data.path), config)
     record = Record()
     for number in range(config.steps):
-        share = batches.share(number, *trainee.share).to(place.device)
+        share = batches.share(number, *run.share).to(rank_info.device)
         started = time.perf_counter()
-        loss, norm = _one_step(trainee, config, share)
+        loss, norm = _one_step(run, config, share)
         seconds = time.perf_counter() - started
-        step = Step(number + 1, _mean_over_ranks(loss, place), norm, seconds)
+        step = Step(number + 1, _mean_over_ranks(loss, rank_info), norm, seconds)
         record.add(step)
         report(step)
     return record
 
 
-def _one_step(trainee: Trainee, config: TrainingConfig, share: Tensor) -> tuple[Tensor, float]:
+def _one_step(run: TrainingRun, config: TrainingConfig, share: Tensor) -> tuple[Tensor, float]:
     """Return the mean loss over this rank's share, and the global norm of the gradients."""
     loss = torch.zeros((), dtype=torch.float64, device=share.device)
     for part, last in _microbatches(share, config.microbatches):
         inputs, targets = part[:, :-1], part[:, 1:]
-        places = places_of(inputs, config)
-        with trainee.microbatch([inputs, targets, *places.values()], last=last):
-            part_loss = next_byte_loss(trainee.model, inputs, targets, **places)
+        places = position_ids_for(inputs, config)
+        with run.microbatch([inputs, targets, *places.values()], last=last):
+            part_loss = next_byte_loss(run.model, inputs, targets, **places)
             part_loss = part_loss / config.microbatches
             part_loss.backward()  # type: ignore[no-untyped-call]
         loss += part_loss.detach()
-    norm = trainee.clip(math.inf if config.max_grad_norm is None else config.max_grad_norm)
-    trainee.optimizer.step()
-    trainee.optimizer.zero_grad()
+    norm = run.clip(math.inf if config.max_grad_norm is None else config.max_grad_norm)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
     if share.is_cuda:
         torch.cuda.synchronize(share.device)
     return loss, norm
@@ -142,7 +142,7 @@ def _microbatches(share: Tensor, count: int) -> Iterator[tuple[Tensor, bool]]:
         yield part, index == len(parts) - 1
 
 
-def _mean_over_ranks(loss: Tensor, place: Place) -> float:
-    if place.world_size > 1:
+def _mean_over_ranks(loss: Tensor, rank_info: RankInfo) -> float:
+    if rank_info.world_size > 1:
         dist.all_reduce(loss)
-    return loss.item() / place.world_size
+    return loss.item() / rank_info.world_size

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polyshard.training.config import TrainingConfig
 from polyshard.training.hugging_face import load_model
 
-__all__ = ["Block", "Transformer", "build_model", "next_byte_loss", "places_of"]
+__all__ = ["Block", "Transformer", "build_model", "next_byte_loss", "position_ids_for"]
 
 VOCABULARY = 256
 
@@ -106,7 +106,7 @@ def build_model(config: TrainingConfig) -> nn.Module:
     )
 
 
-def places_of(inputs: Tensor, config: TrainingConfig) -> dict[str, Tensor]:
+def position_ids_for(inputs: Tensor, config: TrainingConfig) -> dict[str, Tensor]:
     """Return the arguments that tell a model where its inputs stand, each of their shape.
 
     There are none for whole sequences, whose places every model knows.
@@ -127,7 +127,7 @@ def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor, **places: 
         model: What ``build_model`` returned, wrapped or not.
         inputs: Bytes of shape (batch, length).
         targets: The byte that follows each, of the same shape.
-        **places: What ``places_of`` returned.
+        **places: What ``position_ids_for`` returned.
     """
     output = model(inputs, **places)
     logits: Tensor = output if isinstance(output, Tensor) else output.logits

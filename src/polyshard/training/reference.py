@@ -17,10 +17,10 @@ from polyshard.training.config import TrainingConfig
 from polyshard.training.loop import build_optimizer
 from polyshard.training.model import build_model
 
-__all__ = ["PlainTrainee"]
+__all__ = ["PlainRun"]
 
 
-class PlainTrainee:
+class PlainRun:
     """A model in training by plain PyTorch."""
 
     share = (0, 1)

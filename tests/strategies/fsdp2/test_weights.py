@@ -12,7 +12,7 @@ from polyshard.conformance.models import MODELS, TinyModel, build_model, global_
 from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import ModelError, OptimizerError
 from polyshard.strategies.fsdp2.weights import check_dtypes, check_tensors, separable_units
-from polyshard.units import find_units
+from polyshard.transforms.units import find_units
 
 pytestmark = pytest.mark.strategy("fsdp2")
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from polyshard.lifecycle import maybe_shard_optimizer as maybe_shard_optimizer
+    from polyshard.lifecycle.parallelize import maybe_shard_optimizer as maybe_shard_optimizer
     from polyshard_megatron_fsdp._wheel import HAS_MEGATRON_FSDP as HAS_MEGATRON_FSDP
     from polyshard_megatron_fsdp._wheel import logger as logger
     from polyshard_megatron_fsdp.compat import fully_shard_optimizer as fully_shard_optimizer
@@ -26,7 +26,7 @@ _HOMES = {
     "MegatronFSDPManager": "polyshard_megatron_fsdp.manager",
     "fully_shard_optimizer": "polyshard_megatron_fsdp.compat",
     "logger": "polyshard_megatron_fsdp._wheel",
-    "maybe_shard_optimizer": "polyshard.lifecycle",
+    "maybe_shard_optimizer": "polyshard.lifecycle.parallelize",
     "restore_distributed_param_attrs": "polyshard_megatron_fsdp.compat",
     "snapshot_distributed_param_attrs": "polyshard_megatron_fsdp.compat",
 }

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from polyshard import defaults
-from polyshard.optimizers import canonical_name
+from polyshard.parameters.names import canonical_name
+from polyshard.strategies import fallback as defaults
 from polyshard_megatron_fsdp._layout import local_of, offsets_of, shard_dims
 from polyshard_megatron_fsdp._model import ShardedModel
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from polyshard.discovery import describe_owner
+from polyshard._describe import describe_owner
 from polyshard.exceptions import OptimizerError, OptimizerNotShardableError
 from polyshard_megatron_fsdp._model import ShardedModel
 from polyshard_megatron_fsdp._wheel import WHO

@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from polyshard.gradient_hooks import weakly
+from polyshard.parameters.gradient_hooks import weakly
 from polyshard_megatron_fsdp._layout import original_of
 from polyshard_megatron_fsdp._megatron import MegatronFSDP
 from polyshard_megatron_fsdp._wheel import LAST_TESTED, require_wheel, warn_once

@@ -6,7 +6,7 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from polyshard.exceptions import MeshError, UnsupportedError
-from polyshard.placement import axis_sizes
+from polyshard.mesh.devices import axis_sizes
 from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["Topology", "topology_of"]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from polyshard.exceptions import ModelError, UnsupportedError
-from polyshard.placement import require_materialized
-from polyshard.rebuilding import places_of
+from polyshard.parameters.slots import slots_of
+from polyshard.transforms.checks import require_materialized
 from polyshard_megatron_fsdp._layout import local_of
 from polyshard_megatron_fsdp._mesh import Topology
 from polyshard_megatron_fsdp._model import ShardedModel
@@ -38,10 +38,10 @@ def check_meta(config: MegatronFSDPConfig, model: nn.Module, topology: Topology)
         )
     for name, module in model.named_modules():
         _check_module(name or type(model).__name__, module)
-    for parameter, places in places_of(model).items():
-        if parameter.is_meta and len(places) > 1:
+    for parameter, slots in slots_of(model).items():
+        if parameter.is_meta and len(slots) > 1:
             raise _error(
-                f"the tied parameter {' and '.join(repr(place.name) for place in places)}",
+                f"the tied parameter {' and '.join(repr(slot.name) for slot in slots)}",
                 "the wheel initializes each name for itself; tie them on a real device",
             )
 

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from polyshard.exceptions import PolyshardError, RebuildError, UnsupportedError
-from polyshard.parameter_guard import ParameterGuard
-from polyshard.rebuilding import ParameterSnapshot, Place, places_of
+from polyshard.parameters.guard import ParameterGuard
+from polyshard.parameters.slots import ParameterSlot, slots_of
+from polyshard.parameters.snapshot import ParameterSnapshot
 from polyshard_megatron_fsdp._layout import local_of, original_of
 from polyshard_megatron_fsdp._megatron import MegatronFSDP
 from polyshard_megatron_fsdp._mends import run_module
@@ -55,7 +56,7 @@ class Record:
         not_finite: Positions of the parameters whose gradient was not finite.
         snapshot: The distributed parameters, while a script replaces them inside ``rebuild``.
         exposed: Whether a state dict with the distributed parameters has been handed out, which
-            ``torch.distributed.checkpoint`` loads into in place.
+            ``torch.distributed.checkpoint`` loads into in slot.
         copied: The parameters whose values the model computes with copies of, in another dtype.
         version: How often these had been written to when they were copied last.
     """
@@ -112,10 +113,10 @@ class ShardedModel(MegatronFSDP):  # type: ignore[misc]  # The wheel is not type
         """Put a tied parameter in all its places; the wheel leaves out the third and later ones."""
         super()._reestablish_shared_weights(old_params, new_params)
         new = {old: new_params[name] for name, old in old_params.items() if name in new_params}
-        for parameter, places in places_of(self.module).items():
+        for parameter, slots in slots_of(self.module).items():
             if parameter in new:
-                for place in places:
-                    place.put(new[parameter])
+                for slot in slots:
+                    slot.put(new[parameter])
 
     def install_optimized_model_weights(self) -> None:
         """Compute with the values that the distributed parameters have now."""
@@ -219,20 +220,20 @@ class ShardedGuard(ParameterGuard):
         super().__init__(model, called, loads=False)
         # The wheel swaps these in for the forward and backward.
         self.originals = {
-            (place.module, place.attribute): original_of(p) for place, p, *_ in self.expected
+            (slot.module, slot.attribute): original_of(p) for slot, p, *_ in self.expected
         }
 
-    def is_own(self, place: Place, parameter: nn.Parameter | None) -> bool:
+    def is_own(self, slot: ParameterSlot, parameter: nn.Parameter | None) -> bool:
         """Tell whether the wheel has put a parameter there to compute with."""
-        return parameter is self.originals[place.module, place.attribute]
+        return parameter is self.originals[slot.module, slot.attribute]
 
     def before_forward(self, *arguments: Any) -> None:
         """Raise if a distributed parameter was replaced, or cast or moved."""
         super().before_forward(*arguments)
-        for place, parameter, *_ in self.expected:
+        for slot, parameter, *_ in self.expected:
             # A cast exchanges what is inside of the object, and takes its attributes away.
             if "orig_param" not in parameter.__dict__:
-                raise lost_layout(place.name)
+                raise lost_layout(slot.name)
 
 
 def lost_layout(name: str) -> RebuildError:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from polyshard.exceptions import OptimizerError
-from polyshard.optimizers import canonical_parameters, split_mixed_groups
+from polyshard.parameters.names import canonical_parameters
+from polyshard.parameters.optimizer_binding import split_mixed_groups
 from polyshard_megatron_fsdp._checkpoint import describe_state, offer_state_to_load_into
 from polyshard_megatron_fsdp._guard import refuse_empty, refuse_unshardable
 from polyshard_megatron_fsdp._layout import original_of

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.exceptions import RebuildError
-from polyshard.parameter_guard import ParameterGuard
-from polyshard.rebuilding import ParameterSnapshot, Remembered
+from polyshard.parameters.guard import ParameterGuard
+from polyshard.parameters.snapshot import ParameterSnapshot, SavedParameter
 from polyshard_megatron_fsdp._layout import (
     is_laid_out_like,
     local_of,
@@ -33,13 +33,13 @@ REPLACES = "_polyshard_replaces"
 class ShardSnapshot(ParameterSnapshot):
     """The distributed parameters of a model, whose shards the wheel has cut."""
 
-    def shapes(self, entry: Remembered) -> tuple[torch.Size, ...]:
+    def shapes(self, entry: SavedParameter) -> tuple[torch.Size, ...]:
         """Return the shapes that a value may have: that of the tensor-parallel part, too."""
         # The layout is on the object, unless a cast has just taken its attributes away.
         entry.restore_attributes()
         return (*super().shapes(entry), tensor_parallel_shape(entry.parameter))
 
-    def check_value(self, value: nn.Parameter, entry: Remembered) -> None:
+    def check_value(self, value: nn.Parameter, entry: SavedParameter) -> None:
         """Raise if a parameter cannot stand for a distributed one.
 
         Raises:
@@ -59,14 +59,14 @@ class ShardSnapshot(ParameterSnapshot):
                 f"DTensor laid out as {value.placements} on {value.device_mesh}; gather it first"
             )
 
-    def local_part(self, value: Tensor, entry: Remembered) -> Tensor:
+    def local_part(self, value: Tensor, entry: SavedParameter) -> Tensor:
         """Return this rank's part of a value, cut as the wheel cut the parameter."""
         if isinstance(value, DTensor):
             return local_of(value)
         assert isinstance(entry.parameter, DTensor)
         return part_of(value, entry.parameter)
 
-    def retire(self, new: nn.Parameter, entry: Remembered) -> None:
+    def retire(self, new: nn.Parameter, entry: SavedParameter) -> None:
         """Let an optimizer that was built on the new parameter find the distributed one."""
         setattr(new, REPLACES, entry.parameter)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from polyshard import defaults
+from polyshard.strategies import fallback as defaults
 from polyshard_megatron_fsdp._model import ShardedModel
 
 __all__ = ["accumulate", "clip_grad_norm"]

@@ -12,15 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from polyshard import optimizers
-from polyshard.activation_checkpointing import checkpoint_units
 from polyshard.exceptions import ModelError, UnsupportedError
-from polyshard.optimizers import record_names
-from polyshard.parameter_guard import ParameterGuard
-from polyshard.placement import mesh_device, require_dimensions, require_parameters
-from polyshard.rebuilding import attributes_of, restore_attributes
-from polyshard.tensor_parallel import apply_plan, module_plan
-from polyshard.units import UnitReport, find_units
+from polyshard.mesh.devices import mesh_device
+from polyshard.parameters import optimizer_binding as optimizers
+from polyshard.parameters.guard import ParameterGuard
+from polyshard.parameters.optimizer_binding import record_names
+from polyshard.parameters.slots import parameter_attributes, restore_attributes
+from polyshard.transforms.activation_checkpointing import checkpoint_units
+from polyshard.transforms.checks import require_dimensions, require_parameters
+from polyshard.transforms.tensor_parallel import apply_plan, module_plan
+from polyshard.transforms.units import UnitReport, find_units
 from polyshard_megatron_fsdp import _cpu
 from polyshard_megatron_fsdp._checkpoint import describe_parts
 from polyshard_megatron_fsdp._guard import refuse_empty, refuse_unshardable, watch_steps
@@ -70,7 +71,7 @@ def parallelize(
     # The wheel would add gradients from before the wrap to the first ones after it.
     model.zero_grad()
     _start_alike(model, topology)
-    attributes = attributes_of(model)
+    attributes = parameter_attributes(model)
     if plan and tensor_mesh is not None:
         apply_plan(model, tensor_mesh, plan)
     if config.activation_checkpointing:

@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from attrs import Attribute, field, frozen
 
-from polyshard.config import DistributedConfig
+from polyshard.config.base import DistributedConfig
+from polyshard.config.fields import accepts, is_bool, is_one_of, optional, reject
 from polyshard.exceptions import ConfigError
-from polyshard.fields import accepts, is_bool, is_one_of, optional, reject
 from polyshard_megatron_fsdp._wheel import WHO
 
 __all__ = ["MegatronFSDPConfig"]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from polyshard._describe import describe_value
 from polyshard.exceptions import ConfigError, MeshError
-from polyshard.fields import describe_value
 from polyshard_megatron_fsdp._wheel import WHO, require_wheel
 from polyshard_megatron_fsdp.config import MegatronFSDPConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polyshard.hookspecs import hookimpl
+from polyshard.registry.hookspecs import hookimpl
 from polyshard_megatron_fsdp._wheel import require_wheel
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from polyshard.rebuilding import ParameterSnapshot
+    from polyshard.parameters.snapshot import ParameterSnapshot
     from polyshard_megatron_fsdp.config import MegatronFSDPConfig
 
 # Loading the plugin is when a wheel that is missing or too old should be found out.

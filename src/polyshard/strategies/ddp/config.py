@@ -6,8 +6,8 @@ from typing import ClassVar, Literal, Self
 
 from attrs import evolve, field, frozen
 
-from polyshard.config import DistributedConfig
-from polyshard.fields import is_bool, is_number, is_one_of, optional, to_dtype_name
+from polyshard.config.base import DistributedConfig
+from polyshard.config.fields import is_bool, is_number, is_one_of, optional, to_dtype_name
 
 __all__ = ["DDPConfig"]
 

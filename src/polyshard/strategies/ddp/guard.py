@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from polyshard.exceptions import RebuildError
-from polyshard.parameter_guard import ParameterGuard
+from polyshard.parameters.guard import ParameterGuard
 
 if TYPE_CHECKING:
     from torch import nn

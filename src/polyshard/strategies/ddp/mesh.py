@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from polyshard.config.parallelism import MeshAxisName
 from polyshard.exceptions import MeshError
-from polyshard.mesh import MeshAxisName
-from polyshard.placement import axis_sizes
+from polyshard.mesh.devices import axis_sizes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

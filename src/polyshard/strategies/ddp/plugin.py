@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polyshard import defaults
-from polyshard.hookspecs import hookimpl
+from polyshard.registry.hookspecs import hookimpl
+from polyshard.strategies import fallback as defaults
 from polyshard.strategies.ddp import gradients, rebuild, wrap
 
 if TYPE_CHECKING:

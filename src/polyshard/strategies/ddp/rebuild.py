@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import _register_comm_hook  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from polyshard.rebuilding import ParameterSnapshot
+from polyshard.parameters.snapshot import ParameterSnapshot
 from polyshard.strategies.ddp.guard import DDPGuard, accumulators
 from polyshard.strategies.ddp.wrap import inner_module
 

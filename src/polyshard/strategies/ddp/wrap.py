@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
 
-from polyshard.activation_checkpointing import checkpoint_mode, checkpoint_units
-from polyshard.autocast import autocast_forward
-from polyshard.optimizers import rebind, record_names
-from polyshard.placement import mesh_device, require_materialized, require_parameters
-from polyshard.precision import torch_dtype
+from polyshard.config.precision import torch_dtype
+from polyshard.mesh.devices import mesh_device
+from polyshard.parameters.optimizer_binding import rebind, record_names
 from polyshard.strategies.ddp.guard import DDPGuard
 from polyshard.strategies.ddp.mesh import data_parallel_group
-from polyshard.units import find_units
+from polyshard.transforms.activation_checkpointing import checkpoint_mode, checkpoint_units
+from polyshard.transforms.autocast import autocast_forward
+from polyshard.transforms.checks import require_materialized, require_parameters
+from polyshard.transforms.units import find_units
 
 if TYPE_CHECKING:
     from torch import nn

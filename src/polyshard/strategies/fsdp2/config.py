@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from attrs import Attribute, evolve, field, frozen
 
-from polyshard.config import DistributedConfig
-from polyshard.exceptions import ConfigError
-from polyshard.fields import (
+from polyshard.config.base import DistributedConfig
+from polyshard.config.fields import (
     accepts,
     is_bool,
     is_instance,
@@ -19,8 +18,9 @@ from polyshard.fields import (
     reject,
     to_dtype_name,
 )
-from polyshard.precision import MixedPrecision
-from polyshard.structuring import structure
+from polyshard.config.precision import MixedPrecision
+from polyshard.config.structuring import structure
+from polyshard.exceptions import ConfigError
 
 __all__ = ["TENSOR_PARALLEL_STYLES", "CPUOffload", "FSDP2Config"]
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from polyshard.parameter_guard import ParameterGuard
+from polyshard.parameters.guard import ParameterGuard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from polyshard.rebuilding import Place
+    from polyshard.parameters.slots import ParameterSlot
 
 __all__ = ["FSDP2Guard", "follow_registered_parameters"]
 
@@ -50,9 +50,9 @@ class FSDP2Guard(ParameterGuard):
         for module in self.sharded:
             module.reshard()
 
-    def is_own(self, place: Place, parameter: nn.Parameter | None) -> bool:
+    def is_own(self, slot: ParameterSlot, parameter: nn.Parameter | None) -> bool:
         """Tell whether ``fully_shard`` has put a parameter there: gathered, or sharded anew."""
-        record = self.records[place.module, place.attribute]
+        record = self.records[slot.module, slot.attribute]
         forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
         return parameter is not None and any(
             parameter is getattr(record, form, None) for form in forms

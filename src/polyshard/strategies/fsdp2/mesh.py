@@ -5,10 +5,10 @@ from __future__ import annotations
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
+from polyshard.config.parallelism import MeshAxisName as Axis
 from polyshard.exceptions import MeshError
-from polyshard.mesh import MeshAxisName as Axis
-from polyshard.mesh import MeshContext
-from polyshard.placement import axis_sizes
+from polyshard.mesh.context import MeshContext
+from polyshard.mesh.devices import axis_sizes
 
 __all__ = ["ShardingMesh", "sharding_mesh"]
 

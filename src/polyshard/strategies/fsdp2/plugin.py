@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from polyshard.hookspecs import hookimpl
+from polyshard.registry.hookspecs import hookimpl
 from polyshard.strategies.fsdp2 import gradients, rebuild
 from polyshard.strategies.fsdp2.wrap import wrap
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from polyshard.rebuilding import ParameterSnapshot
+    from polyshard.parameters.snapshot import ParameterSnapshot
     from polyshard.strategies.fsdp2.config import FSDP2Config
 
 __all__: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from polyshard.rebuilding import ParameterSnapshot
+from polyshard.parameters.snapshot import ParameterSnapshot
 from polyshard.strategies.fsdp2.guard import FSDP2Guard, follow_registered_parameters
 
 __all__ = ["after_rebuild", "before_rebuild"]

@@ -10,14 +10,15 @@ import torch
 import torch.distributed as dist
 
 from polyshard.exceptions import ModelError
-from polyshard.placement import mesh_device, require_dimensions
-from polyshard.rebuilding import places_of
+from polyshard.mesh.devices import mesh_device
+from polyshard.parameters.slots import slots_of
+from polyshard.transforms.checks import require_dimensions
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from polyshard.units import UnitReport
+    from polyshard.transforms.units import UnitReport
 
 __all__ = ["broadcast_weights", "check_dtypes", "check_tensors", "separable_units"]
 
@@ -55,7 +56,7 @@ def separable_units(model: nn.Module, units: UnitReport) -> dict[str, nn.Module]
     one with others are left to the group of the root, which holds all that is left over.
     """
     owners = Counter(p for unit in units.modules.values() for p in unit.parameters())
-    holders = {p: {place.module for place in places} for p, places in places_of(model).items()}
+    holders = {p: {slot.module for slot in slots} for p, slots in slots_of(model).items()}
     separable = {
         name: unit
         for name, unit in units.modules.items()

@@ -16,13 +16,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from polyshard.activation_checkpointing import checkpoint_mode, checkpoint_units
-from polyshard.autocast import autocast_forward
+from polyshard.config.precision import MixedPrecision, torch_dtype
 from polyshard.exceptions import ConfigError, OptimizerError, UnitError, UnsupportedError
-from polyshard.optimizers import rebind, record_names
-from polyshard.placement import require_parameters
-from polyshard.precision import MixedPrecision, torch_dtype
-from polyshard.rebuilding import attributes_of, restore_attributes
+from polyshard.parameters.optimizer_binding import rebind, record_names
+from polyshard.parameters.slots import parameter_attributes, restore_attributes
 from polyshard.strategies.fsdp2.guard import FSDP2Guard
 from polyshard.strategies.fsdp2.mesh import sharding_mesh
 from polyshard.strategies.fsdp2.weights import (
@@ -31,8 +28,11 @@ from polyshard.strategies.fsdp2.weights import (
     check_tensors,
     separable_units,
 )
-from polyshard.tensor_parallel import apply_plan, module_plan
-from polyshard.units import UnitReport, find_units
+from polyshard.transforms.activation_checkpointing import checkpoint_mode, checkpoint_units
+from polyshard.transforms.autocast import autocast_forward
+from polyshard.transforms.checks import require_parameters
+from polyshard.transforms.tensor_parallel import apply_plan, module_plan
+from polyshard.transforms.units import UnitReport, find_units
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,7 +84,7 @@ def wrap(
     _check_options(config, parts.data, groups, split=bool(plan))
     check_dtypes(model, groups)
     _check_optimizer(optimizer)
-    attributes = attributes_of(model)
+    attributes = parameter_attributes(model)
     if config.sync_initial_weights:
         broadcast_weights(model, mesh)
     if parts.tensor is not None:

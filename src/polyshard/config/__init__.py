@@ -1,0 +1,1 @@
+"""Config classes: their fields and checks, and the files that they are read from."""

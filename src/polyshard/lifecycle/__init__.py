@@ -1,0 +1,1 @@
+"""What a training script calls, the same under every strategy."""

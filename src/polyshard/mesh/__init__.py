@@ -1,0 +1,1 @@
+"""The device mesh: its dimensions, its ranks and its process groups."""

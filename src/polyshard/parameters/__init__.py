@@ -1,0 +1,1 @@
+"""Parameters and what holds on to them: names, snapshots, guards, optimizers."""

@@ -1,0 +1,1 @@
+"""What strategies share that changes how a model computes."""
