@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -39,11 +38,11 @@ class Layers(nn.Module):
         return hidden
 
 
-def wrap(strategy: str, count: int, width: int) -> tuple[Layers, nn.Module, Any]:
+def wrap(strategy: str, count: int, width: int) -> tuple[Layers, nn.Module]:
     config = polyshard.resolve_config(strategy).in_full_precision()
     module = Layers(count, width)
     model, _ = polyshard.parallelize(module, config)
-    return module, model, config
+    return module, model
 
 
 def replace_all(module: Layers) -> None:
@@ -63,10 +62,10 @@ def seconds(function: Callable[[], object]) -> float:
 
 def measure_time(strategy: str, count: int) -> float:
     """Time `rebuild` around a replacement of all parameters; called on every rank."""
-    module, model, config = wrap(strategy, count, 2)
+    module, model = wrap(strategy, count, 2)
 
     def rebuild() -> None:
-        with polyshard.rebuild(model, config):
+        with polyshard.rebuild(model):
             replace_all(module)
 
     return seconds(rebuild)
@@ -74,9 +73,9 @@ def measure_time(strategy: str, count: int) -> float:
 
 def measure_check(strategy: str) -> tuple[float, float]:
     """Time the check in each forward, and a step of small layers; called on every rank."""
-    _, model, config = wrap(strategy, FEW, SMALL)
+    _, model = wrap(strategy, FEW, SMALL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = polyshard.maybe_shard_optimizer(model, optimizer, config)
+    optimizer = polyshard.maybe_shard_optimizer(model, optimizer)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -90,13 +89,13 @@ def measure_check(strategy: str) -> tuple[float, float]:
 
 def measure_memory(strategy: str) -> dict[str, float]:
     """Return the growth inside and at the peak, in shards; called on every rank."""
-    module, model, config = wrap(strategy, LAYERS, WIDTH)
+    module, model = wrap(strategy, LAYERS, WIDTH)
     value = torch.zeros(WIDTH, WIDTH)
-    shard = parameter_bytes(model, config)
+    shard = parameter_bytes(model)
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = status_bytes("VmRSS")
-    with polyshard.rebuild(model, config):
+    with polyshard.rebuild(model):
         inside = status_bytes("VmRSS") - before
         # One tensor for all, so that what grows is not the new values.
         for layer in module.layers:

@@ -93,7 +93,7 @@ def megatron_fsdp_by_hand(blocks: int) -> Step:
 def through_polyshard(strategy: str, blocks: int) -> Step:
     config = polyshard.resolve_config(strategy).in_full_precision()
     model, _ = polyshard.parallelize(build(blocks), config)
-    return step_of(model, polyshard.maybe_shard_optimizer(model, adamw(model), config))
+    return step_of(model, polyshard.maybe_shard_optimizer(model, adamw(model)))
 
 
 BY_HAND: dict[str, Callable[[int], Step]] = {

@@ -115,7 +115,7 @@ def option_help(option: click.Option) -> str:
 REBUILDS_HEAD = """\
 # Changing parameters after `parallelize`
 
-What a script may do inside `with polyshard.rebuild(model, config):`, and what comes of it on
+What a script may do inside `with polyshard.rebuild(model):`, and what comes of it on
 several ranks. ✓ means that training goes on as it would in one plain process from the new values,
 the first forward included, whether the optimizer was built before or after, losses and weights
 to 1e-6, and that what was set on a Parameter is still there. Everything else is refused by a

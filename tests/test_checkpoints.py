@@ -92,7 +92,7 @@ def load(run: Run, folder: Path) -> Mapping[str, Tensor]:
     trainee = TrainingRun(run, seed=1)
     trainee.load(folder)
     trainee.train(range(SAVED, STEPS))
-    return trainee.setup.full_state_dict(trainee.model)
+    return trainee.setup.full_state_dict(trainee.model, rank0_only=False)
 
 
 def without_interruption(run: Run) -> Mapping[str, Tensor]:
@@ -147,7 +147,7 @@ def go_back(run: Run, folder: Path) -> Mapping[str, Tensor]:
     trainee.train(range(SAVED, STEPS))
     trainee.load(folder)
     trainee.train(range(SAVED, STEPS))
-    return trainee.setup.full_state_dict(trainee.model)
+    return trainee.setup.full_state_dict(trainee.model, rank0_only=False)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -420,7 +420,7 @@ def train(case: Case, device: str = "cpu") -> tuple[list[float], dict[str, Tenso
         found += [loss.item() / dist.get_world_size(), setup.clip_grad_norm(model, 0.5)]
         optimizer.step()
         optimizer.zero_grad()
-    return found, setup.full_state_dict(model)
+    return found, setup.full_state_dict(model, rank0_only=False)
 
 
 @cache

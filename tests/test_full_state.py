@@ -43,7 +43,7 @@ def load_in_chunks(strategy: str, sizes: dict[str, int], bytes_: int) -> bool:
         setup.load_full_state_dict(model, new_values() if dist.get_rank() == 0 else None)
     finally:
         polyshard.lifecycle.state_dict._CHUNK_BYTES = whole
-    return equal(setup.full_state_dict(model), new_values())
+    return equal(setup.full_state_dict(model, rank0_only=False), new_values())
 
 
 @each_strategy
@@ -75,7 +75,7 @@ def load_on_a_mesh_of_some(strategy: str) -> bool:
         return True
     model, _ = setup.parallelize(build_model("tied"))
     setup.load_full_state_dict(model, new_values() if dist.get_rank() == 1 else None)
-    return equal(setup.full_state_dict(model), new_values())
+    return equal(setup.full_state_dict(model, rank0_only=False), new_values())
 
 
 @pytest.mark.strategy("fsdp2")
@@ -88,7 +88,7 @@ def load_wrong(strategy: str, mistake: str) -> tuple[str, bool]:
     """Return the error and whether the model kept its values."""
     config = resolve_config(strategy).in_full_precision()
     model, _ = parallelize(build_model("tied"), config)
-    before = full_state_dict(model, config)
+    before = full_state_dict(model, rank0_only=False)
     values = dict(new_values())
     given: object = values
     match mistake:
@@ -103,9 +103,11 @@ def load_wrong(strategy: str, mistake: str) -> tuple[str, bool]:
         case "nothing":
             given = None
     try:
-        load_full_state_dict(model, config, given if dist.get_rank() == 0 else new_values())  # type: ignore[arg-type]
+        load_full_state_dict(model, given if dist.get_rank() == 0 else new_values())  # type: ignore[arg-type]
     except PolyshardError as error:
-        return f"{type(error).__name__}: {error}", equal(full_state_dict(model, config), before)
+        return f"{type(error).__name__}: {error}", equal(
+            full_state_dict(model, rank0_only=False), before
+        )
     return "loaded", False
 
 
@@ -132,11 +134,11 @@ def test_every_rank_is_told_what_does_not_fit(
 
 def test_a_plain_model_is_loaded() -> None:
     model = build_model("tied")
-    load_full_state_dict(model, None, new_values())
+    load_full_state_dict(model, new_values())
     assert equal(dict(model.state_dict()), new_values())
 
 
 def test_names_are_listed_up_to_a_few() -> None:
     values = {f"other.{index}": torch.zeros(1) for index in range(20)}
     with pytest.raises(ModelError, match=r"found no .*, \.\.\.; load a part"):
-        load_full_state_dict(build_model("tied"), None, values)
+        load_full_state_dict(build_model("tied"), values)

@@ -99,7 +99,7 @@ def shard(config, optimizer_class, allow):
     if config is not None and config.strategy != "unknown":
         model, _ = parallelize(model, config)
     optimizer = optimizer_class(model.parameters(), lr=0.1, weight_decay=0.1)
-    before = full_state_dict(model, None)
+    before = full_state_dict(model, rank0_only=False)
     try:
         result = maybe_shard_optimizer(model, optimizer, config, allow=allow)
     except OptimizerNotShardableError as error:
@@ -109,7 +109,7 @@ def shard(config, optimizer_class, allow):
         outcome = str(error)
     else:
         outcome = "unchanged" if result is optimizer else type(result).__name__
-    after = full_state_dict(model, None)
+    after = full_state_dict(model, rank0_only=False)
     return outcome, all(torch.equal(after[name], before[name]) for name in before)
 
 
@@ -299,7 +299,7 @@ def test_error_of_a_hook_says_whose_it_is(recorder):
 
 def test_rebuild_calls_both_hooks_around_the_body(recorder):
     model, _ = parallelize(small_model(), RecorderConfig())
-    with rebuild(model, RecorderConfig()):
+    with rebuild(model):
         recorder.calls.append("body")
     assert recorder.calls == ["parallelize", "pre_rebuild", "body", "post_rebuild"]
 
@@ -307,7 +307,7 @@ def test_rebuild_calls_both_hooks_around_the_body(recorder):
 def test_rebuild_takes_several_parts(recorder):
     parts = [parallelize(small_model(), RecorderConfig())[0] for _ in range(2)]
     recorder.calls.clear()
-    with rebuild(parts, RecorderConfig()):
+    with rebuild(parts):
         recorder.calls.append("body")
     assert recorder.calls == [*["pre_rebuild"] * 2, "body", *["post_rebuild"] * 2]
 
@@ -315,7 +315,7 @@ def test_rebuild_takes_several_parts(recorder):
 def test_rebuild_restores_when_its_body_raises(recorder):
     model, _ = parallelize(small_model(), RecorderConfig())
     error = ValueError("of the body")
-    with pytest.raises(ValueError, match="of the body") as caught, rebuild(model, RecorderConfig()):
+    with pytest.raises(ValueError, match="of the body") as caught, rebuild(model):
         raise error
     assert caught.value is error
     assert recorder.calls[-1] == "post_rebuild"
@@ -324,7 +324,7 @@ def test_rebuild_restores_when_its_body_raises(recorder):
 def test_rebuild_that_cannot_restore_keeps_the_first_error(recorder):
     model, _ = parallelize(small_model(), RecorderConfig())
     recorder.failing.add("post_rebuild")
-    with pytest.raises(ValueError, match="of the body") as caught, rebuild(model, RecorderConfig()):
+    with pytest.raises(ValueError, match="of the body") as caught, rebuild(model):
         raise ValueError("of the body")
     assert "restoring the model failed as well" in caught.value.__notes__[0]
     assert "raised in post_rebuild" in caught.value.__notes__[0]
@@ -333,7 +333,7 @@ def test_rebuild_that_cannot_restore_keeps_the_first_error(recorder):
 def test_rebuild_does_not_run_its_body_if_it_cannot_begin(recorder):
     model, _ = parallelize(small_model(), RecorderConfig())
     recorder.failing.add("pre_rebuild")
-    with pytest.raises(KeyError, match="pre_rebuild"), rebuild(model, RecorderConfig()):
+    with pytest.raises(KeyError, match="pre_rebuild"), rebuild(model):
         recorder.calls.append("body")
     assert "body" not in recorder.calls
 
@@ -341,16 +341,16 @@ def test_rebuild_does_not_run_its_body_if_it_cannot_begin(recorder):
 def test_without_a_config_everything_is_plain_pytorch():
     model = small_model()
     optimizer = Adam(model.parameters())
-    with rebuild(model, None), accumulate(model, None, last=False):
+    with rebuild(model), accumulate(model, last=False):
         model(torch.ones(1, 2)).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     expected = nn.utils.get_total_norm(gradients).item()
-    assert clip_grad_norm(model, None, expected / 2) == pytest.approx(expected)
+    assert clip_grad_norm(model, expected / 2) == pytest.approx(expected)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient / 2)
     assert maybe_shard_optimizer(model, optimizer, None) is optimizer
-    assert full_state_dict(model, None).keys() == model.state_dict().keys()
-    assert parameter_bytes(model, None) == 2 * (4 + 2) * 4
+    assert full_state_dict(model, rank0_only=False).keys() == model.state_dict().keys()
+    assert parameter_bytes(model) == 2 * (4 + 2) * 4
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, math.inf])
@@ -359,13 +359,13 @@ def test_infinite_maximum_only_measures(norm_type):
     model(torch.ones(1, 2)).sum().backward()
     gradients = [p.grad.clone() for p in model.parameters()]
     expected = nn.utils.get_total_norm(gradients, norm_type).item()
-    assert clip_grad_norm(model, None, math.inf, norm_type) == pytest.approx(expected)
+    assert clip_grad_norm(model, math.inf, norm_type) == pytest.approx(expected)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert torch.equal(parameter.grad, gradient)
 
 
 def test_no_gradients_have_norm_zero():
-    assert clip_grad_norm(small_model(), None, 1.0) == 0.0
+    assert clip_grad_norm(small_model(), 1.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -374,12 +374,12 @@ def test_no_gradients_have_norm_zero():
 )
 def test_impossible_norms_are_refused(max_norm, norm_type, name):
     with pytest.raises(ValueError, match=f"expected {name}"):
-        clip_grad_norm(small_model(), None, max_norm, norm_type)
+        clip_grad_norm(small_model(), max_norm, norm_type)
 
 
 def test_full_state_dict_is_a_copy():
     model = small_model()
-    state = full_state_dict(model, None)
+    state = full_state_dict(model, rank0_only=False)
     state["0.weight"].fill_(7)
     assert not torch.equal(model[0].weight, state["0.weight"])
 

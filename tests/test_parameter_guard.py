@@ -29,7 +29,7 @@ def test_a_replaced_parameter_is_refused_at_the_next_forward(
 ) -> None:
     for message in ranks.run(replace_one, strategy, name, after):
         assert f"expected {name!r} to be the parameter of parallelize" in message
-        assert "polyshard.rebuild(model, config)" in message
+        assert "polyshard.rebuild(model)" in message
 
 
 def replace_one(strategy: str, name: str, after: str) -> str:
@@ -55,7 +55,7 @@ def replace_one(strategy: str, name: str, after: str) -> str:
 def test_an_assigning_load_is_refused_and_changes_nothing(ranks: RankPool, strategy: str) -> None:
     for message, unchanged in ranks.run(load_by_assignment, strategy):
         assert "load_state_dict(assign=True)" in message
-        assert "polyshard.rebuild(model, config)" in message
+        assert "polyshard.rebuild(model)" in message
         assert unchanged
 
 
@@ -63,14 +63,14 @@ def load_by_assignment(strategy: str) -> tuple[str, bool]:
     config = resolve_config(strategy).in_full_precision()
     module = build_model("plain")
     model, _ = parallelize(module, config)
-    before = full_state_dict(model, config)
+    before = full_state_dict(model, rank0_only=False)
     message = "no error"
     try:
         module.load_state_dict(build_model("plain", seed=1).state_dict(), assign=True)
     except RebuildError as error:
         message = str(error)
     loss_of(model, global_batch(0)).backward()
-    return message, _equal(full_state_dict(model, config), before)
+    return message, _equal(full_state_dict(model, rank0_only=False), before)
 
 
 @each_strategy
@@ -88,7 +88,7 @@ def load_full(strategy: str, checkpointing: bool) -> bool:
     values = build_model("tied", seed=7).state_dict()
     module.load_state_dict(values)
     loss_of(model, global_batch(0)).backward()
-    return _equal(full_state_dict(model, config), values)
+    return _equal(full_state_dict(model, rank0_only=False), values)
 
 
 def _equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

@@ -35,12 +35,12 @@ def cast_down(strategy: str) -> tuple[set[torch.dtype], bool, bool]:
     module = build_model("buffers")
     model, _ = parallelize(module, config)
     loss_of(model, global_batch(0)).backward()
-    expected = full_state_dict(model, config)["head.weight"].bfloat16().float()
+    expected = full_state_dict(model, rank0_only=False)["head.weight"].bfloat16().float()
     before = [p.grad for p in model.parameters()]
-    with rebuild(model, config):
+    with rebuild(model):
         model.to(torch.bfloat16)
     gradients = [p.grad for p in model.parameters()]
     kept = any(map(is_tensor, before)) and all(map(is_, gradients, before))
     tensors = [*model.parameters(), *model.buffers(), *filter(is_tensor, gradients)]
-    rounded = torch.equal(full_state_dict(model, config)["head.weight"], expected)
+    rounded = torch.equal(full_state_dict(model, rank0_only=False)["head.weight"], expected)
     return {tensor.dtype for tensor in tensors}, kept, rounded

@@ -207,7 +207,8 @@ def train_one_step() -> tuple[int, list[float]]:
             (model(torch.full((1, 2), float(rank))).sum() / 2).backward()
     assert setup.clip_grad_norm(model, 1e3) > 0
     sgd.step()
-    return setup.world_size, [p.sum().item() for p in setup.full_state_dict(model).values()]
+    weights = setup.full_state_dict(model, rank0_only=False)
+    return setup.world_size, [p.sum().item() for p in weights.values()]
 
 
 def test_its_methods_train(ranks: RankPool, world_size: int) -> None:

@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import nn
 
 from polyshard import DistributedConfig, hookimpl
-from polyshard.strategies import fallback as defaults
+from polyshard.strategies import fallback
 
 _kept = []
 _paused = WeakKeyDictionary()  # whether a model's gradients wait for the last microbatch
@@ -131,18 +131,16 @@ def clip_grad_norm(config, model, max_norm, norm_type):
         max_norm = min(max_norm, 0.1)
     if config.fault == "knows the 2-norm alone":
         norm_type = 2.0
-    norm = defaults.clip_grad_norm(model, max_norm, norm_type)
-    return min(norm, max_norm) if config.fault == "returns the norm after" else norm
+    norm = fallback.clip_grad_norm(model, max_norm, norm_type)
+    return norm.clamp(max=max_norm) if config.fault == "returns the norm after" else norm
 
 
 @hookimpl
-def full_state_dict(config, model):
-    state = defaults.full_state_dict(model)
-    if config.fault == "keeps a wrapper's prefix":
-        return {f"module.{name}": value for name, value in state.items()}
-    if config.fault == "forgets a tied name":
-        state.pop("head.weight")
-    return state
+def full_tensors(config, model):
+    prefix = "module." if config.fault == "keeps a wrapper's prefix" else ""
+    for name, value in fallback.full_tensors(model):
+        if config.fault != "forgets a tied name" or name != "head.weight":
+            yield prefix + name, value
 
 
 @hookimpl

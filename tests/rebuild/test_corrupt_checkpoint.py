@@ -31,6 +31,6 @@ def load_corrupted(folder: Path) -> str:
         spoilt.write_bytes(b"x" * spoilt.stat().st_size)
     dist.barrier()
     # An exception that is no Exception, on purpose.
-    with pytest.raises(CheckpointException) as caught, rebuild(model, config):
+    with pytest.raises(CheckpointException) as caught, rebuild(model):
         dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
     return str(caught.value)

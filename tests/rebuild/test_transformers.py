@@ -114,15 +114,15 @@ def train(
     module: Any = build(name, seed=0)
     model, _ = parallelize(module, distributed)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = maybe_shard_optimizer(model, optimizer, distributed)
+    optimizer = maybe_shard_optimizer(model, optimizer)
     rank, size = dist.get_rank(), dist.get_world_size()
     losses = [step(model, optimizer, number, rank, size) for number in range(STEPS)]
-    with rebuild(model, distributed):
+    with rebuild(model):
         take(module, saved(module, folder), reload)
         module.tie_weights()
     losses += [step(model, optimizer, STEPS + n, rank, size) for n in range(STEPS)]
     tied = module.get_output_embeddings().weight is module.get_input_embeddings().weight
-    return losses, full_state_dict(model, distributed), tied
+    return losses, full_state_dict(model, rank0_only=False), tied
 
 
 def saved(like: Any, folder: Path) -> nn.Module:

@@ -62,6 +62,24 @@ def test_managed_training_equals_one_process(ranks, stage, passed):
     assert_parity(ranks.run(train_with_manager, stage, passed), train_plain(RECIPE), RECIPE)
 
 
+def clip_under_manager() -> tuple[float, list[str]]:
+    """Call Polyshard's own functions with the module that the manager was given."""
+    module = build_model("plain")
+    model, _ = manager_of(3).parallelize(module)
+    model(torch.ones(2, 8, dtype=torch.long)).sum().backward()
+    norm = polyshard.clip_grad_norm(module, 1.0)
+    return norm.item(), list(polyshard.full_state_dict(module))
+
+
+def test_managed_models_are_known_to_the_functions(ranks):
+    plain = build_model("plain")
+    plain(torch.ones(2, 8, dtype=torch.long)).sum().backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()]).item()
+    for rank, (norm, names) in enumerate(ranks.run(clip_under_manager)):
+        assert norm == pytest.approx(expected, rel=1e-6)
+        assert names == (list(plain.state_dict()) if rank == 0 else [])
+
+
 def manager_attributes() -> tuple[dict, dict, str]:
     manager = manager_of(1)
     fields = {a.name: getattr(manager, a.name) for a in attrs.fields(MegatronFSDPConfig)}
@@ -174,10 +192,10 @@ def untied(how: str) -> str:
     """Do inside ``rebuild`` what the wheel cannot follow; return the error."""
     config = MegatronFSDPConfig()
     model, _ = polyshard.parallelize(build_model("tied" if how == "untie" else "plain"), config)
-    before = full_state_dict(model, config)
+    before = full_state_dict(model, rank0_only=False)
     module = model.module
     try:
-        with polyshard.rebuild(model, config):
+        with polyshard.rebuild(model):
             if how == "untie":
                 module.head.weight = nn.Parameter(torch.zeros(33, 16))
                 module.embedding.weight = nn.Parameter(torch.ones(33, 16))
@@ -190,7 +208,7 @@ def untied(how: str) -> str:
             elif how == "remove":
                 del module.head.bias
     except polyshard.PolyshardError as error:
-        after = full_state_dict(model, config) if how != "add" else before
+        after = full_state_dict(model, rank0_only=False) if how != "add" else before
         assert all(torch.equal(before[name], after[name]) for name in before)
         return f"{type(error).__name__}: {error}"
     raise AssertionError(f"expected {how!r} to be refused")

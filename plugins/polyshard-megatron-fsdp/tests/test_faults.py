@@ -56,7 +56,7 @@ class Polyshard:
     def backward(self, model: Any, batches: list[Tensor]) -> None:
         """Accumulate the gradients of microbatches, as the documentation says."""
         for index, tokens in enumerate(batches):
-            with accumulate(model, model.record.config, last=index + 1 == len(batches)):
+            with accumulate(model, last=index + 1 == len(batches)):
                 (loss_of(model, tokens) / len(batches)).backward()
 
 
@@ -118,10 +118,10 @@ def share(tokens: Tensor) -> Tensor:
 
 def gradient_sum(model: Any) -> float:
     """Return the sum of all gradients' absolute values, over all ranks but not replicas."""
-    from polyshard.strategies import fallback as defaults
+    from polyshard.strategies import fallback
 
     model._replace_param_with_distributed_if_needed()
-    return defaults.clip_grad_norm(model, float("inf"), 1.0)
+    return fallback.clip_grad_norm(model, float("inf"), 1.0)
 
 
 def plain_gradient_sum(name: str = "plain") -> float:
@@ -425,7 +425,7 @@ def clip(subject: Subject) -> float:
     model = subject.wrap(build_model("plain"), 3)
     loss_of(model, share(global_batch(0))).backward()
     if isinstance(subject, Polyshard):
-        return clip_grad_norm(model, model.record.config, 0.1)
+        return clip_grad_norm(model, 0.1)
     norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     return float(norm.full_tensor())
 

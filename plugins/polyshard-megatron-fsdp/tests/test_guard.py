@@ -57,7 +57,7 @@ def refuse(name: str, passed: bool) -> tuple[str, bool, list[str]]:
         if passed:
             parallelize(model, config, optimizer=optimizer)
         else:
-            maybe_shard_optimizer(model, optimizer, config)
+            maybe_shard_optimizer(model, optimizer)
     except OptimizerNotShardableError as error:
         after = [id(p) for group in optimizer.param_groups for p in group["params"]]
         untouched = held == after and "step" not in vars(optimizer)
@@ -117,7 +117,7 @@ def message_of(action: str) -> str:
         elif action == "no parameters":
             optimizer = Adam(model.parameters())
             optimizer.param_groups[0]["params"] = []
-            maybe_shard_optimizer(model, optimizer, config)
+            maybe_shard_optimizer(model, optimizer)
         elif action == "allow=False":
             maybe_shard_optimizer(model, AdamW(model.parameters()), config, allow=False)
         elif action == "replaced":
@@ -138,8 +138,8 @@ def message_of(action: str) -> str:
         ("another model, passed", "are not; build the optimizer on this model's parameters"),
         ("no parameters", "expected parameters in at least one group, found none"),
         ("allow=False", "allow=False"),
-        ("replaced", "only inside polyshard.rebuild(model, config)"),
-        ("never sharded", "polyshard.maybe_shard_optimizer(model, optimizer, config)"),
+        ("replaced", "only inside polyshard.rebuild(model)"),
+        ("never sharded", "polyshard.maybe_shard_optimizer(model, optimizer)"),
     ],
 )
 def test_mistakes_are_named(ranks, action, expected):

@@ -31,7 +31,7 @@ def mesh_of(dimensions: Dimensions, flattened: tuple[str, ...] = ()) -> DeviceMe
 def bytes_on(dimensions: Dimensions, flattened: tuple[str, ...]) -> int:
     config = MegatronFSDPConfig()
     model, _ = parallelize(build_model("plain"), config, mesh=mesh_of(dimensions, flattened))
-    return parameter_bytes(model, config)
+    return parameter_bytes(model)
 
 
 def test_flattened_dimension_shards_over_all_its_ranks(ranks):

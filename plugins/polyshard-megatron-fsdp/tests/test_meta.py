@@ -69,7 +69,7 @@ def train_from_meta(
     config = MegatronFSDPConfig(zero_dp_strategy=stage, init_fsdp_with_meta_device=True)
     torch.manual_seed(100 + dist.get_rank() * seed_per_rank)
     model, _ = parallelize(kind(), config, mesh=mesh_of(sizes))
-    start = full_state_dict(model, config)
+    start = full_state_dict(model, rank0_only=False)
     reference = kind().to_empty(device="cpu")
     if isinstance(reference, ModelWithBuffer):
         reference.scale = Scale().to_empty(device="cpu")
@@ -77,7 +77,7 @@ def train_from_meta(
     reference.load_state_dict(start)
     plain = PlainTraining(reference, build_optimizer("sgd", reference), RECIPE)
     plain.train(range(RECIPE.steps))
-    optimizer = maybe_shard_optimizer(model, build_optimizer("sgd", model), config)
+    optimizer = maybe_shard_optimizer(model, build_optimizer("sgd", model))
     training = Training(model, optimizer, RECIPE, config)
     training.train(range(RECIPE.steps))
     return training.outcome(), plain.outcome(), float(start["embedding.weight"].std())

@@ -62,7 +62,7 @@ def train(config: MegatronFSDPConfig, name: str, passed: bool) -> Outcome:
     wrapped, optimizer = parallelize(model, config, optimizer=early)
     if optimizer is None:
         optimizer = OPTIMIZERS[name](groups_of(wrapped))
-    training = Training(wrapped, maybe_shard_optimizer(wrapped, optimizer, config), RECIPE, config)
+    training = Training(wrapped, maybe_shard_optimizer(wrapped, optimizer), RECIPE, config)
     training.train(range(RECIPE.steps))
     return training.outcome()
 
@@ -89,7 +89,7 @@ def train_split(name: str, passed: bool, tp_size: int) -> Outcome:
     wrapped, optimizer = parallelize(model, config, mesh=mesh, optimizer=early)
     if optimizer is None:
         optimizer = OPTIMIZERS[name](groups_of(wrapped))
-    optimizer = maybe_shard_optimizer(wrapped, optimizer, config)
+    optimizer = maybe_shard_optimizer(wrapped, optimizer)
     training = Training(wrapped, optimizer, RECIPE, config, mesh)
     training.train(range(RECIPE.steps))
     return training.outcome()
@@ -129,7 +129,7 @@ def shard_with_odd_groups() -> tuple[list[int], list[str], bool]:
     optimizer = AdamW([{"params": []}, {"lr": 0.5, "params": list(model.parameters())}])
     first = next(model.parameters())
     first.grad = torch.ones_like(first)
-    maybe_shard_optimizer(model, optimizer, config)
+    maybe_shard_optimizer(model, optimizer)
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     return sizes, list(optimizer.param_groups[1]), first.grad is not None
 

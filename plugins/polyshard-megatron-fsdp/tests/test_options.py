@@ -52,7 +52,7 @@ def summed_norm(stage: int) -> tuple[float, float]:
         config = MegatronFSDPConfig(zero_dp_strategy=stage, calculate_per_token_loss=summed)
         model, _ = parallelize(build_model("plain"), config)
         loss_of(model, global_batch(0).chunk(dist.get_world_size())[dist.get_rank()]).backward()
-        norms.append(clip_grad_norm(model, config, float("inf")))
+        norms.append(clip_grad_norm(model, float("inf")))
     return norms[0], norms[1]
 
 
@@ -194,14 +194,14 @@ def train_without_blocks(stage: int) -> float:
     for parameter in (*plain.parameters(), *module.parameters()):
         dist.broadcast(parameter.detach(), 0)
     model, _ = parallelize(module, config)
-    optimizer = maybe_shard_optimizer(model, build_optimizer("sgd", model), config)
+    optimizer = maybe_shard_optimizer(model, build_optimizer("sgd", model))
     reference = build_optimizer("sgd", plain)
     for step in range(3):
         for subject, one in ((model, optimizer), (plain, reference)):
             one.zero_grad()
             loss_of(subject, global_batch(step)).backward()
             one.step()
-    weights = full_state_dict(model, config)
+    weights = full_state_dict(model, rank0_only=False)
     return max(float((weights[n] - w).abs().max()) for n, w in plain.state_dict().items())
 
 

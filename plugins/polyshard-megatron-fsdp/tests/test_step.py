@@ -32,7 +32,7 @@ def plain_microbatches(stage: int) -> str | None:
             (loss_of(model, tokens) / 3).backward()
     except UnsupportedError as error:
         return str(error)
-    norm = clip_grad_norm(model, config, float("inf"))
+    norm = clip_grad_norm(model, float("inf"))
     assert norm == pytest.approx(expected, rel=1e-5)
     return None
 
@@ -42,7 +42,7 @@ def test_microbatches_without_accumulate_are_right_or_refused(ranks, stage):
     for message in ranks.run(plain_microbatches, stage):
         if stage < 2:
             assert message is not None
-            assert "polyshard.accumulate(model, config, last=...)" in message
+            assert "polyshard.accumulate(model, last=...)" in message
         else:
             assert message is None
 
@@ -51,7 +51,7 @@ def step_too_early(stage: int) -> list[str]:
     config = MegatronFSDPConfig(zero_dp_strategy=stage)
     model, _ = parallelize(build_model("plain"), config)
     optimizer = maybe_shard_optimizer(model, SGD(model.parameters(), lr=0.1), config)
-    with accumulate(model, config, last=False):
+    with accumulate(model, last=False):
         loss_of(model, global_batch(0)).backward()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -62,7 +62,7 @@ def step_too_early(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_step_before_the_last_microbatch_warns(ranks, stage):
     for messages in ranks.run(step_too_early, stage):
-        assert any("accumulate(model, config, last=True)" in message for message in messages)
+        assert any("accumulate(model, last=True)" in message for message in messages)
 
 
 def flags_around_accumulate() -> list[tuple[bool, bool]]:
@@ -71,7 +71,7 @@ def flags_around_accumulate() -> list[tuple[bool, bool]]:
     seen = []
     for last in (False, True):
         before = dict(vars(model))
-        with accumulate(model, config, last=last):
+        with accumulate(model, last=last):
             pass
         seen.append(
             (

@@ -205,7 +205,7 @@ def train(name: str, stage: int, passed: bool) -> Outcome | str:
         return str(error)
     if optimizer is None:
         optimizer = build_optimizer(row.recipe.optimizer, wrapped)
-    optimizer = maybe_shard_optimizer(wrapped, optimizer, config)
+    optimizer = maybe_shard_optimizer(wrapped, optimizer)
     training = Training(wrapped, optimizer, row.recipe, config, mesh)
     training.train(range(row.recipe.steps))
     return training.outcome()

@@ -304,11 +304,11 @@ class Training(PlainTraining):
         """Return Polyshard's context if the recipe has microbatches."""
         if self.recipe.microbatches is None:
             return nullcontext()
-        return accumulate(self.model, self.config, last=last)
+        return accumulate(self.model, last=last)
 
     def clip(self, max_norm: float, norm_type: float) -> float:
         """Clip through Polyshard."""
-        return clip_grad_norm(self.model, self.config, max_norm, norm_type)
+        return clip_grad_norm(self.model, max_norm, norm_type).item()
 
     def average(self, losses: Sequence[float]) -> tuple[float, ...]:
         """Return the mean over all ranks."""
@@ -320,7 +320,7 @@ class Training(PlainTraining):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full state dict."""
-        return full_state_dict(self.model, self.config)
+        return full_state_dict(self.model, rank0_only=False)
 
 
 @cache
@@ -360,7 +360,7 @@ def wrap(
     early = build_optimizer(recipe.optimizer, model) if passed else None
     model, bound = parallelize(model, config, mesh=mesh_of(sizes), optimizer=early)
     optimizer = build_optimizer(recipe.optimizer, model) if bound is None else bound
-    return model, maybe_shard_optimizer(model, optimizer, config)
+    return model, maybe_shard_optimizer(model, optimizer)
 
 
 def start(

@@ -27,7 +27,7 @@ __all__ = ["TELLING", "RebuildConformance"]
 
 _Result = TypeVar("_Result")
 
-_CURES = ("before parallelize", "polyshard.rebuild(model, config)")
+_CURES = ("before parallelize", "polyshard.rebuild(model)")
 
 #: The changes by which one layout can differ from another: full tensors, the layout's own, the
 #: attributes that a cast takes away, and a refusal.

@@ -81,7 +81,7 @@ def train_after(
     else:
         model, _ = parallelize(module, config, mesh=mesh_of(sizes))
     try:
-        with rebuild(model, config):
+        with rebuild(model):
             CHANGES[change].apply(module, values)
             module.get_parameter(FRESH).stamp = "fresh"  # type: ignore[attr-defined]
             optimizer = build_optimizer(RECIPE.optimizer, module) if when == "inside" else None
@@ -90,7 +90,7 @@ def train_after(
     if when != "before":
         optimizer = optimizer or build_optimizer(RECIPE.optimizer, model)
         try:
-            optimizer = maybe_shard_optimizer(model, optimizer, config)
+            optimizer = maybe_shard_optimizer(model, optimizer)
         except OptimizerError as error:
             return str(error)
         training = Training(model, optimizer, RECIPE, config, mesh_of(sizes))
@@ -103,7 +103,7 @@ def train_after_loading(config: DistributedConfig, sizes: ParallelismSizes | Non
     training = start(config, RECIPE, passed=True, sizes=sizes)
     training.train(BEFORE)
     first = not dist.is_initialized() or dist.get_rank() == 0
-    load_full_state_dict(training.model, config, _new_values() if first else None)
+    load_full_state_dict(training.model, _new_values() if first else None)
     training.train(AFTER)
     return training.outcome()
 
@@ -117,7 +117,7 @@ def train_after_refusal(
     training.train(BEFORE)
     refusal = ""
     try:
-        with rebuild(training.model, config):
+        with rebuild(training.model):
             CHANGES[change].apply(module, _new_values())
     except RebuildError as error:
         refusal = str(error)
@@ -148,7 +148,7 @@ def train_parts_after_hooks(
     trainings = [start(config, recipe, model=m, passed=True, sizes=sizes) for m in modules]
     for training in trainings:
         training.train(BEFORE)
-    snapshot = pre_rebuild([training.model for training in trainings], config)
+    snapshot = pre_rebuild([training.model for training in trainings])
     for module in modules:
         CHANGES[change].apply(module, _new_values())
     post_rebuild(snapshot)
@@ -165,7 +165,7 @@ def fail_in_body(
     training = start(config, RECIPE, model=module, passed=True, sizes=sizes)
     raised = ""
     try:
-        with rebuild(training.model, config):
+        with rebuild(training.model):
             CHANGES["new over storage"].apply(module, _new_values())
             if (dist.get_rank() if dist.is_initialized() else 0) == culprit:
                 raise ValueError("raised in the body")

@@ -81,7 +81,7 @@ def wrap_and_compare(
     stamp(plain)
     model, optimizer = wrap(config, recipe, model=plain, passed=passed, sizes=sizes)
     return Wrapped(
-        weights=(weights, full_state_dict(model, config)),
+        weights=(weights, full_state_dict(model, rank0_only=False)),
         groups=(groups, _groups(optimizer, model)),
         steps=[float(state["step"]) for state in optimizer.state.values() if "step" in state],
         stamps=stamps_of(model),
@@ -126,7 +126,7 @@ def _train_and_watch(
     module = build_model(recipe.model)
     training = start(config, recipe, model=module, sizes=sizes)
     training.train(range(recipe.steps))
-    with rebuild(training.model, config):
+    with rebuild(training.model):
         pass
     watched = {
         "the module": module,
@@ -142,7 +142,7 @@ def train_after_interrupted_microbatch(
 ) -> Outcome:
     """Leave ``accumulate`` by an exception first, then train without it."""
     training = start(config, recipe, sizes=sizes)
-    with suppress(BodyError), accumulate(training.model, config, last=False):
+    with suppress(BodyError), accumulate(training.model, last=False):
         raise BodyError
     training.train(range(recipe.steps))
     return training.outcome()
@@ -169,7 +169,7 @@ def train_with_wrong_optimizer(
     try:
         model, _ = parallelize(module, config, mesh=mesh_of(sizes))
         if mistake == "built before":
-            optimizer = maybe_shard_optimizer(model, before, config)
+            optimizer = maybe_shard_optimizer(model, before)
         else:
             optimizer = build_optimizer(recipe.optimizer, model)
         training = Training(model, optimizer, recipe, config, mesh_of(sizes))
@@ -270,7 +270,7 @@ def fail_in_hook(
     with _watching(hook, fails=rank == culprit) as observer:
         try:
             model, _ = wrap(config, recipe, sizes=sizes)
-            with rebuild(model, config):
+            with rebuild(model):
                 pass
         except BodyError as error:
             return Ending(kind="raised", message=str(error))

@@ -127,19 +127,19 @@ class DistributedSetup:
         """Shard an optimizer if need be; see ``polyshard.maybe_shard_optimizer``."""
         from polyshard.lifecycle.parallelize import maybe_shard_optimizer
 
-        return maybe_shard_optimizer(model, optimizer, self.config)
+        return maybe_shard_optimizer(model, optimizer)
 
     def rebuild(self, model: nn.Module | Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Keep the strategy right while Parameters are replaced; see ``polyshard.rebuild``."""
         from polyshard.lifecycle.rebuild import rebuild
 
-        return rebuild(model, self.config)
+        return rebuild(model)
 
     def accumulate(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
         """Return the context of one of several microbatches; see ``polyshard.accumulate``."""
         from polyshard.lifecycle.gradients import accumulate
 
-        return accumulate(model, self.config, last=last)
+        return accumulate(model, last=last)
 
     def context_parallel(
         self,
@@ -158,17 +158,17 @@ class DistributedSetup:
             self.mesh_context, buffers=buffers, seq_dims=seq_dims, attention=attention
         )
 
-    def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> float:
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their global norm; see ``polyshard.clip_grad_norm``."""
         from polyshard.lifecycle.gradients import clip_grad_norm
 
-        return clip_grad_norm(model, self.config, max_norm, norm_type)
+        return clip_grad_norm(model, max_norm, norm_type)
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """Gather the whole model on every rank; see ``polyshard.full_state_dict``."""
+    def full_state_dict(self, model: nn.Module, *, rank0_only: bool = True) -> dict[str, Tensor]:
+        """Gather the whole model on the first rank; see ``polyshard.full_state_dict``."""
         from polyshard.lifecycle.state_dict import full_state_dict
 
-        return full_state_dict(model, self.config)
+        return full_state_dict(model, rank0_only=rank0_only)
 
     def load_full_state_dict(
         self, model: nn.Module, state_dict: Mapping[str, Tensor] | None
@@ -176,7 +176,7 @@ class DistributedSetup:
         """Load unsharded tensors of the first rank; see ``polyshard.load_full_state_dict``."""
         from polyshard.lifecycle.state_dict import load_full_state_dict
 
-        load_full_state_dict(model, self.config, state_dict)
+        load_full_state_dict(model, state_dict)
 
     def _own_mesh(self) -> DeviceMesh | None:
         mesh = self.mesh_context.mesh

@@ -10,8 +10,14 @@ from torch.optim import Optimizer
 
 from polyshard._describe import describe_owner, describe_value
 from polyshard.config.base import DistributedConfig
-from polyshard.exceptions import OptimizerNotShardableError, PluginError, UnsupportedError
+from polyshard.exceptions import (
+    ConfigError,
+    OptimizerNotShardableError,
+    PluginError,
+    UnsupportedError,
+)
 from polyshard.lifecycle import rank_checks, wrapped_models
+from polyshard.lifecycle.wrapped_models import WrappedModel
 from polyshard.mesh.context import world_mesh
 from polyshard.mesh.devices import mesh_ranks
 from polyshard.mesh.process_groups import one_timeout
@@ -85,36 +91,42 @@ def parallelize(
 def maybe_shard_optimizer(
     model_part: nn.Module,
     optimizer: Optimizer,
-    distributed_config: DistributedConfig | None,
+    distributed_config: DistributedConfig | None = None,
     *,
     allow: bool = True,
 ) -> Optimizer:
     """Shard an optimizer where the strategy needs it, and return the one to step.
 
-    Returned unchanged, as the same object: with no config, under a strategy whose optimizers
-    need no sharding, with one rank, and where ``parallelize`` already made it ready.
+    Returned unchanged, as the same object: for a model that was never parallelized, under a
+    strategy whose optimizers need no sharding, with one rank, and where ``parallelize`` already
+    made it ready.
 
     Args:
-        model_part: What ``parallelize`` returned.
+        model_part: What ``parallelize`` returned, or the module given to it.
         optimizer: An optimizer built on its parameters.
-        distributed_config: The config that it was parallelized with, or None.
+        distributed_config: The config that it was parallelized with (default: found by the
+            model). For a model that was not, the strategy that it names is asked.
         allow: False for an optimizer whose update must not be sharded; it is then refused.
 
     Raises:
+        ConfigError: The config is of another strategy than the model.
         OptimizerNotShardableError: The optimizer must not be sharded, by ``allow`` or because
             the strategy knows that its update needs whole matrices.
         OptimizerError: The optimizer holds parameters that ``parallelize`` replaced.
         StrategyNotFoundError: No installed strategy has that config.
     """
-    if distributed_config is None:
+    known = wrapped_models.find(model_part)
+    config = _config_of(known, distributed_config)
+    if config is None:
         return optimizer
+    model = model_part if known is None else known.model
     registry = default_registry()
-    shards = registry.implements("shard_optimizer", distributed_config)
+    shards = registry.implements("shard_optimizer", config)
     refuse_replaced_parameters(optimizer)
     if not shards or world_size() == 1:
         return optimizer
     if not allow:
-        info = registry.find(distributed_config.strategy)
+        info = registry.find(config.strategy)
         raise OptimizerNotShardableError(
             f"{type(optimizer).__name__} ({describe_owner(type(optimizer))}) was declared not "
             f"shardable (allow=False), but strategy {info.name!r} ({info.origin}) shards every "
@@ -124,16 +136,33 @@ def maybe_shard_optimizer(
     if optimizer in _ready_optimizers:
         return optimizer
     with (
-        raise_on_all_ranks("shard_optimizer", wrapped_models.members_of(model_part)),
+        raise_on_all_ranks("shard_optimizer", wrapped_models.members_of(model)),
         one_timeout(),
     ):
-        sharded = registry.dispatch(
-            "shard_optimizer", distributed_config, model=model_part, optimizer=optimizer
-        )
+        sharded = registry.dispatch("shard_optimizer", config, model=model, optimizer=optimizer)
         if not isinstance(sharded, Optimizer):
-            raise _wrong_result(distributed_config, "shard_optimizer", "an optimizer", sharded)
+            raise _wrong_result(config, "shard_optimizer", "an optimizer", sharded)
     _ready_optimizers.add(sharded)
     return sharded
+
+
+def _config_of(
+    known: WrappedModel | None, given: DistributedConfig | None
+) -> DistributedConfig | None:
+    """Return the config of a model, None if there is none.
+
+    Raises:
+        ConfigError: The one that is given is of another strategy.
+    """
+    if known is None:
+        return given
+    if given is not None and type(given) is not type(known.config):
+        raise ConfigError(
+            f"distributed_config: expected the config of strategy {known.config.strategy!r}, which "
+            f"parallelized the model, found {describe_value(given)}; leave it out",
+            field="distributed_config",
+        )
+    return known.config
 
 
 def _refuse_parallelized(model: nn.Module) -> None:

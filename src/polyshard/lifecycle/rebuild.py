@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from attrs import frozen
 from torch import nn
 
-from polyshard.config.base import DistributedConfig
 from polyshard.lifecycle import rank_checks, wrapped_models
+from polyshard.lifecycle.wrapped_models import WrappedModel
+from polyshard.mesh.devices import mesh_ranks
 from polyshard.mesh.process_groups import one_timeout
 from polyshard.processes.rank_sync import raise_on_all_ranks
 from polyshard.registry.registry import default_registry
@@ -18,37 +19,50 @@ __all__ = ["post_rebuild", "pre_rebuild", "rebuild"]
 
 
 @frozen(eq=False)
-class RebuildSnapshot:
-    """What ``pre_rebuild`` remembers for ``post_rebuild``; nothing else reads it."""
+class _Part:
+    """A parallelized model as it was before the body.
 
-    config: DistributedConfig
-    parts: Sequence[nn.Module]
-    of_strategy: Sequence[object]
-    versions: Sequence[rank_checks.ParameterVersions]
+    Attributes:
+        known: What is remembered of it.
+        of_strategy: What the strategy's ``pre_rebuild`` returned.
+        versions: What its parameters held.
+    """
+
+    known: WrappedModel
+    of_strategy: object
+    versions: rank_checks.ParameterVersions
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that hold any of the parts."""
-        return tuple(
-            sorted({rank for part in self.parts for rank in wrapped_models.members_of(part)})
-        )
+        """The ranks that the model is spread over."""
+        return mesh_ranks(self.known.mesh)
+
+
+@frozen(eq=False)
+class RebuildSnapshot:
+    """What ``pre_rebuild`` remembers for ``post_rebuild``; nothing else reads it."""
+
+    parts: Sequence[_Part]
 
     def check(self) -> None:
         """Raise if a parameter was changed on some ranks only."""
-        for part, versions in zip(self.parts, self.versions, strict=True):
-            rank_checks.check_same_changes(versions, part, wrapped_models.members_of(part))
+        for part in self.parts:
+            rank_checks.check_same_changes(part.versions, part.known.model, part.members)
 
     def restore(self) -> None:
-        """Let the strategy take over what the parts hold now."""
+        """Let each strategy take over what its models hold now."""
         with one_timeout():
-            for part, own in zip(self.parts, self.of_strategy, strict=True):
-                default_registry().dispatch("post_rebuild", self.config, model=part, snapshot=own)
+            for part in self.parts:
+                default_registry().dispatch(
+                    "post_rebuild",
+                    part.known.config,
+                    model=part.known.model,
+                    snapshot=part.of_strategy,
+                )
 
 
 @contextmanager
-def rebuild(
-    model: nn.Module | Sequence[nn.Module], config: DistributedConfig | None
-) -> Iterator[None]:
+def rebuild(model: nn.Module | Sequence[nn.Module]) -> Iterator[None]:
     """Keep the strategy right while the body replaces Parameters: reload, cast, re-tie.
 
     Wrap it around anything that touches the parameters after ``parallelize``, on every rank.
@@ -56,35 +70,31 @@ def rebuild(
     strategy is restored, and the body's error goes on.
 
     Args:
-        model: What ``parallelize`` returned, or several such parts.
-        config: The config that they were parallelized with; None does nothing.
+        model: What ``parallelize`` returned or the module given to it, or several of them. For a
+            model that was never parallelized nothing is done.
 
     Raises:
+        ModelError: It is a part of a parallelized model, or holds more than one.
         RebuildError: What the body did cannot be made right under the strategy, or it changed a
             parameter on some ranks only.
         PeerFailedError: Another rank failed inside.
     """
-    with _restoring(pre_rebuild(model, config)):
+    with _restoring(pre_rebuild(model)):
         yield
 
 
-def pre_rebuild(
-    model: nn.Module | Sequence[nn.Module], config: DistributedConfig | None
-) -> RebuildSnapshot | None:
+def pre_rebuild(model: nn.Module | Sequence[nn.Module]) -> RebuildSnapshot | None:
     """Do what ``rebuild`` does before its body, for code that has no body to wrap.
 
     Whatever happens afterwards, call ``post_rebuild`` with the result, on every rank.
     """
-    registry = default_registry()
-    if config is None or not registry.implements("post_rebuild", config):
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    known = [k for m in models if (k := wrapped_models.find(m)) is not None and _has_rebuild(k)]
+    if not known:
         return None
-    parts = [model] if isinstance(model, nn.Module) else list(model)
-    members = sorted({rank for part in parts for rank in wrapped_models.members_of(part)})
-    with raise_on_all_ranks("pre_rebuild", members), one_timeout():
-        own = [registry.dispatch("pre_rebuild", config, model=part) for part in parts]
-    return RebuildSnapshot(
-        config, parts, own, [rank_checks.parameter_versions(part) for part in parts]
-    )
+    with raise_on_all_ranks("pre_rebuild", _members(known)), one_timeout():
+        parts = [_before(one) for one in known]
+    return RebuildSnapshot(parts)
 
 
 def post_rebuild(snapshot: RebuildSnapshot | None) -> None:
@@ -93,12 +103,26 @@ def post_rebuild(snapshot: RebuildSnapshot | None) -> None:
         pass
 
 
+def _has_rebuild(known: WrappedModel) -> bool:
+    return default_registry().implements("post_rebuild", known.config)
+
+
+def _before(known: WrappedModel) -> _Part:
+    own = default_registry().dispatch("pre_rebuild", known.config, model=known.model)
+    return _Part(known, own, rank_checks.parameter_versions(known.model))
+
+
+def _members(models: Iterable[WrappedModel]) -> tuple[int, ...]:
+    """Return the ranks that hold any of the models."""
+    return tuple(sorted({rank for known in models for rank in mesh_ranks(known.mesh)}))
+
+
 @contextmanager
 def _restoring(snapshot: RebuildSnapshot | None) -> Iterator[None]:
     if snapshot is None:
         yield
         return
-    with raise_on_all_ranks("rebuild", snapshot.members):
+    with raise_on_all_ranks("rebuild", _members(part.known for part in snapshot.parts)):
         try:
             yield
             snapshot.check()

@@ -1,9 +1,9 @@
-"""Loading a whole model that one rank has into one that is spread over many."""
+"""The whole model, gathered on the first rank, and loaded from there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,49 +12,62 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard._describe import describe_value
-from polyshard.config.base import DistributedConfig
-from polyshard.exceptions import (
-    ModelError,
-)
+from polyshard.exceptions import ModelError
 from polyshard.lifecycle.rebuild import rebuild
 from polyshard.lifecycle.wrapped_models import WrappedModel, find
 from polyshard.mesh.devices import mesh_device
 from polyshard.mesh.process_groups import one_timeout
 from polyshard.parameters.names import strip_wrappers
 from polyshard.registry.registry import default_registry
+from polyshard.strategies import fallback
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["full_state_dict", "load_full_state_dict", "parameter_bytes"]
 
 
-def full_state_dict(model: nn.Module, config: DistributedConfig | None) -> dict[str, Tensor]:
-    """Gather the whole model on every rank: unsharded CPU copies under the user's own names.
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True) -> dict[str, Tensor]:
+    """Gather the whole model: unsharded CPU copies under the user's own names.
 
-    Call it on every rank.
+    Call it on every rank. Tensors are gathered one after the other, so that beside its shards a
+    rank that keeps none of them holds one whole tensor at a time.
 
     Args:
-        model: What ``parallelize`` returned.
-        config: The config that it was parallelized with; None is plain PyTorch.
+        model: What ``parallelize`` returned, or the module given to it. Of a model that was
+            never parallelized it is a copy of the state dict.
+        rank0_only: Whether only the first rank of the model's mesh gets the tensors, and the
+            others an empty dict; if false every rank gets all of them.
+
+    Raises:
+        ModelError: It is a part of a parallelized model, or holds more than one.
     """
-    state: dict[str, Tensor] = _ask("full_state_dict", model, config)
-    return state
-
-
-def parameter_bytes(model: nn.Module, config: DistributedConfig | None) -> int:
-    """Return the bytes that this rank holds for the parameters between two steps."""
-    return int(_ask("parameter_bytes", model, config))
-
-
-def _ask(hook: str, model: nn.Module, config: DistributedConfig | None) -> Any:
-    if config is None:
-        from polyshard.strategies import fallback as defaults
-
-        return getattr(defaults, hook)(model)
+    known = find(model)
+    keep = not rank0_only or _is_first(None if known is None else known.mesh)
     with one_timeout():
-        return default_registry().dispatch(hook, config, model=model)
+        return {
+            name: tensor.detach().to("cpu", copy=True)
+            for name, tensor in _full_tensors(model, known)
+            if keep
+        }
+
+
+def _full_tensors(model: nn.Module, known: WrappedModel | None) -> Iterator[tuple[str, Tensor]]:
+    if known is None:
+        return fallback.full_tensors(model)
+    tensors: Iterator[tuple[str, Tensor]] = default_registry().dispatch(
+        "full_tensors", known.config, model=known.model
+    )
+    return tensors
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes that this rank holds for the parameters between two steps."""
+    known = find(model)
+    if known is None:
+        return fallback.parameter_bytes(model)
+    with one_timeout():
+        return int(default_registry().dispatch("parameter_bytes", known.config, model=known.model))
 
 
 #: How much of the model a rank holds unsharded at a time, unless one tensor alone is larger.
@@ -78,19 +91,15 @@ class _Entry:
         return self.shape.numel() * self.dtype.itemsize
 
 
-def load_full_state_dict(
-    model: nn.Module,
-    config: DistributedConfig | None,
-    state_dict: Mapping[str, Tensor] | None,
-) -> None:
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Tensor] | None) -> None:
     """Load unsharded tensors that the first rank has, such as ``full_state_dict`` returns.
 
     Call it on every rank, outside of ``rebuild``. A rank holds no more than 256 MiB of the model
     unsharded at a time, or one tensor if that is larger. Values are cast to the model's dtypes.
 
     Args:
-        model: What ``parallelize`` returned.
-        config: The config that it was parallelized with; None is plain PyTorch.
+        model: What ``parallelize`` returned, or the module given to it. One that was never
+            parallelized is loaded as plain PyTorch does, with the same checks.
         state_dict: On the first rank of the model's mesh, a tensor for each parameter and
             persistent buffer, under the names that the model has without any strategy, on any
             device. What other ranks give is not looked at, and may be None.
@@ -103,7 +112,7 @@ def load_full_state_dict(
     known = find(model)
     mesh = None if known is None else known.mesh
     module = _own_module(model, known)
-    with rebuild(model, config):
+    with rebuild(model):
         entries = _announce(state_dict, mesh)
         own = _tensors(module.state_dict())
         targets = {strip_wrappers(name): name for name in own}
@@ -115,8 +124,10 @@ def load_full_state_dict(
 
 def _own_module(model: nn.Module, known: WrappedModel | None) -> nn.Module:
     """Return the module that the user built, by whose names tensors are known."""
-    module = None if known is None else known.module()
-    return module if module is not None and module in set(model.modules()) else model
+    if known is None:
+        return model
+    module = known.module()
+    return module if module is not None and module in set(known.model.modules()) else known.model
 
 
 def _tensors(state: Mapping[str, object]) -> dict[str, Tensor]:

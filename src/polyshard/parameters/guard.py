@@ -25,7 +25,7 @@ _DTYPE = attrgetter("dtype")
 _TRAINED = attrgetter("requires_grad")
 
 
-_CURE = "do it inside `with polyshard.rebuild(model, config):`"
+_CURE = "do it inside `with polyshard.rebuild(model):`"
 
 
 class ParameterGuard:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 import pluggy
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -93,8 +94,10 @@ def accumulate(
 @hookspec(firstresult=True)
 def clip_grad_norm(
     config: DistributedConfig, model: nn.Module, max_norm: float, norm_type: float
-) -> float:
+) -> Tensor:
     """Scale the gradients so that their global norm is at most ``max_norm``; return the norm.
+
+    The norm is a tensor of shape ``()`` on the device of the gradients, the same on every rank.
 
     Called between backward and step, on every rank; the strategy that ``config`` names answers
     alone, and without an implementation plain tensors and DTensors are handled by the core.
@@ -102,12 +105,13 @@ def clip_grad_norm(
 
 
 @hookspec(firstresult=True)
-def full_state_dict(config: DistributedConfig, model: nn.Module) -> dict[str, Tensor]:
-    """Gather the whole model: every parameter and persistent buffer under the user's own name.
+def full_tensors(config: DistributedConfig, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and persistent buffer, whole, under the user's own name.
 
-    Called on every rank; the strategy that ``config`` names answers alone, and without an
-    implementation plain tensors and DTensors are handled by the core. Tensors are unsharded
-    copies on the CPU, the same on every rank.
+    Called on every rank, all of which run through it; the strategy that ``config`` names answers
+    alone, and without an implementation plain tensors and DTensors are handled by the core. A
+    tensor is gathered when its turn comes, and is let go of before the next: the caller copies
+    what it keeps. It may be on any device.
     """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -35,25 +35,26 @@ def accumulate() -> AbstractContextManager[None]:
 
 
 @hookimpl
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> float:
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
     """Scale the gradients in place by the norm over all ranks that hold a part of them."""
-    norm = _global_norm(model.parameters(), norm_type)
-    scale = max_norm / (norm + 1e-6)
-    if scale < 1.0:
-        for parameter in model.parameters():
+    parameters = list(model.parameters())
+    norm = _global_norm(parameters, norm_type)
+    if max_norm < float("inf"):
+        # Scaling by 1 changes nothing, and to ask whether it is 1 would wait for the device.
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in parameters:
             if parameter.grad is not None:
-                _local(parameter.grad).mul_(scale)
-    return norm
+                gradient = _local(parameter.grad)
+                gradient.mul_(scale.to(gradient.device))
+    return norm.to(_norm_dtype(parameters))
 
 
 @hookimpl
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Copy the state dict to the CPU, each DTensor gathered."""
-    return {
-        strip_wrappers(name): _full(value).detach().to("cpu", copy=True)
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
-    }
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the state dict, each DTensor gathered when its turn comes."""
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor):
+            yield strip_wrappers(name), _full(value)
 
 
 @hookimpl
@@ -69,7 +70,13 @@ class _ShardGroup(NamedTuple):
     dims: tuple[int, ...]
 
 
-def _global_norm(parameters: Iterable[nn.Parameter], norm_type: float) -> float:
+def _norm_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """Return float64 for a model in float64, and float32 for any other."""
+    double = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return torch.float64 if double else torch.float32
+
+
+def _global_norm(parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor:
     """Return the norm of all gradients as if they were one vector in one process.
 
     Which collectives run depends on how the parameters are placed and not on which of them have
@@ -85,10 +92,11 @@ def _global_norm(parameters: Iterable[nn.Parameter], norm_type: float) -> float:
     device = _device(groups.values())
     totals = [_group_total(group, g, norm_type, device) for group, g in groups.items()]
     if not totals:
-        return 0.0
+        return torch.zeros((), dtype=torch.float64, device=device)
+    together = torch.stack(totals)
     if norm_type == float("inf"):
-        return max(total.item() for total in totals)
-    return float(sum(total.item() for total in totals) ** (1.0 / norm_type))
+        return together.max()
+    return together.sum() ** (1.0 / norm_type)
 
 
 def _group_total(

@@ -53,7 +53,7 @@ class StrategyRun:
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to a global norm and return the norm before."""
-        return self._setup.clip_grad_norm(self.model, max_norm)
+        return self._setup.clip_grad_norm(self.model, max_norm).item()
 
     def weights(self) -> dict[str, Tensor]:
         """Gather copies of all weights on the CPU; call it on every rank."""
@@ -61,4 +61,4 @@ class StrategyRun:
 
     def parameter_bytes(self) -> int:
         """Return the bytes that this rank holds for the parameters."""
-        return parameter_bytes(self.model, self._setup.config)
+        return parameter_bytes(self.model)

@@ -32,7 +32,7 @@ def gradients_of_rank(static: bool) -> list[float]:
     seen = []
     for _ in range(2):
         for last in (False, True):
-            with accumulate(model, config, last=last):
+            with accumulate(model, last=last):
                 model(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
             assert weight.grad is not None
             seen.append(weight.grad.item())

@@ -57,7 +57,7 @@ def test_a_cast_outside_rebuild_is_refused(ranks: RankPool, back: bool) -> None:
     """Also one that was taken back: torch's hooks on the gradients are gone all the same."""
     for message in ranks.run(cast, back):
         assert "at parallelize, found" in message
-        assert "polyshard.rebuild(model, config)" in message
+        assert "polyshard.rebuild(model)" in message
 
 
 def cast(back: bool) -> str:

@@ -25,4 +25,4 @@ def test_names_are_the_users(ranks: RankPool) -> None:
 def names_after_wrap() -> set[str]:
     config = DDPConfig(find_unused_parameters=True)
     model, _ = parallelize(Holder(), config)
-    return set(full_state_dict(model, config))
+    return set(full_state_dict(model, rank0_only=False))

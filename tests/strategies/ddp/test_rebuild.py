@@ -45,14 +45,14 @@ def train_across_cast(options: dict[str, Any], midway: bool) -> tuple[list[float
         _backward(model)
         model.zero_grad()
         calls.clear()
-    with rebuild(model, config):
+    with rebuild(model):
         model.double()
         model.float()
     gradients = [_backward(model)]
     model.zero_grad()
-    with accumulate(model, config, last=False):
+    with accumulate(model, last=False):
         _backward(model)
-    with accumulate(model, config, last=True):
+    with accumulate(model, last=True):
         gradients.append(_backward(model))
     return gradients, len(calls) - bool(config.static_graph)
 
@@ -72,7 +72,7 @@ def freeze() -> tuple[float, None]:
     config = DDPConfig()
     module = nn.Linear(1, 1)
     model, _ = parallelize(module, config)
-    with rebuild(model, config):
+    with rebuild(model):
         module.bias.requires_grad_(False)
     for _ in range(2):
         model.zero_grad()

@@ -26,7 +26,7 @@ def gradients_of_rank(defer: bool) -> list[float | None]:
     seen = []
     for _ in range(2):
         for last in (False, True):
-            with accumulate(model, config, last=last):
+            with accumulate(model, last=last):
                 model(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
             gradient = weight.grad
             seen.append(None if gradient is None else gradient.to_local().item())  # type: ignore[attr-defined]

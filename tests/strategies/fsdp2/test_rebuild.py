@@ -33,11 +33,11 @@ def replace(layout: str, names: tuple[str, ...]) -> bool:
     kept = layer.weight
     assert isinstance(kept, DTensor)
     value = torch.randn(64, 16, generator=torch.Generator().manual_seed(3))
-    with rebuild(model, config):
+    with rebuild(model):
         layer.weight = nn.Parameter(_laid_out(value, layout, kept))
         assert layer.weight is not kept
     return layer.weight is kept and torch.equal(
-        full_state_dict(model, config)["blocks.0.up.weight"], value
+        full_state_dict(model, rank0_only=False)["blocks.0.up.weight"], value
     )
 
 

@@ -175,12 +175,12 @@ def train(
             loss.backward()
         mean = _mean(found.detach(), mesh["dp"].get_group())
         losses = max(losses, (mean / expected.detach() - 1).abs().item())
-        norm = clip_grad_norm(plain, None, 0.5)
-        norms = max(norms, abs(clip_grad_norm(model, config, 0.5) / norm - 1))
+        norm = clip_grad_norm(plain, 0.5)
+        norms = max(norms, abs(clip_grad_norm(model, 0.5) / norm - 1))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    weights = full_state_dict(model, config)
+    weights = full_state_dict(model, rank0_only=False)
     assert weights.keys() == plain.state_dict().keys()
     differences = [
         ((weights[name] - value).abs().max() / value.abs().max()).item()

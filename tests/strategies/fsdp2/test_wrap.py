@@ -161,7 +161,7 @@ def test_the_initial_weights_are_those_of_rank_0(ranks: RankPool, sync: bool) ->
 def weights_from_a_seed_per_rank(sync: bool) -> dict[str, Tensor]:
     config = FSDP2Config(sync_initial_weights=sync)
     model, _ = parallelize(build_model("buffers", seed=dist.get_rank()), config)
-    return full_state_dict(model, config)
+    return full_state_dict(model, rank0_only=False)
 
 
 @pytest.mark.world_size(2)
@@ -193,9 +193,9 @@ def step_on() -> tuple[bool, float]:
         config = FSDP2Config().in_full_precision()
         if distribute:
             parallelize(model, config, optimizer=optimizer)
-        before = full_state_dict(model, config)["head.weight"]
+        before = full_state_dict(model, rank0_only=False)["head.weight"]
         _step(model, optimizer)
-        results.append((before, full_state_dict(model, config)["head.weight"]))
+        results.append((before, full_state_dict(model, rank0_only=False)["head.weight"]))
     (_, expected), (before, found) = results
     return not torch.equal(before, found), (found - expected).abs().max().item()
 

@@ -70,5 +70,5 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         raise OptimizerError(
             f"{type(optimizer).__name__}: expected an optimizer that is sharded like its model, "
             "found one that is not, whose steps would not reach the model; call optimizer = "
-            "polyshard.maybe_shard_optimizer(model, optimizer, config) before the first step"
+            "polyshard.maybe_shard_optimizer(model, optimizer) before the first step"
         )

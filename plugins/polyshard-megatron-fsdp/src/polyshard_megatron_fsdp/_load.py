@@ -72,7 +72,7 @@ def _refuse_assignment(model: ShardedModel, metadata: Mapping[str, Any]) -> None
         raise RebuildError(
             f"{WHO}: load_state_dict(assign=True) replaces "
             "parameters, which a model under Megatron-FSDP would go on without; put it inside "
-            "polyshard.rebuild(model, config), or load without assign"
+            "polyshard.rebuild(model), or load without assign"
         )
 
 

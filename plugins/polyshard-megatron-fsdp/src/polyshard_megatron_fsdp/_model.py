@@ -240,7 +240,7 @@ def lost_layout(name: str) -> RebuildError:
     """Return the error for a distributed parameter that has lost what the wheel set on it."""
     return RebuildError(
         f"{WHO}: expected the dtype and device that {name!r} had at parallelize, found that they "
-        "were changed; do it inside `with polyshard.rebuild(model, config):`"
+        "were changed; do it inside `with polyshard.rebuild(model):`"
     )
 
 
@@ -267,7 +267,7 @@ def _refuse_copy(_: object) -> None:
     """Stand between ``copy.deepcopy`` and parameters without storage, which end the process."""
     raise UnsupportedError(
         f"{WHO}: expected a wrapped model not to be copied; copy what "
-        "polyshard.full_state_dict(model, config) returns, or load that into a plain model"
+        "polyshard.full_state_dict(model) returns, or load that into a plain model"
     )
 
 
@@ -296,7 +296,7 @@ def _observe_gradients(parameter: Any, position: int, record: Record) -> None:
                 "expected the gradients to be zeroed before the next backward, found reduced ones, "
                 f"which zero_dp_strategy={record.config.zero_dp_strategy} would reduce again; "
                 "call optimizer.zero_grad() after each step, and put microbatches in "
-                "polyshard.accumulate(model, config, last=...)"
+                "polyshard.accumulate(model, last=...)"
             )
         record.with_gradient.add(position)
 

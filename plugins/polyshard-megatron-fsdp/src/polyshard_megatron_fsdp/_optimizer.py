@@ -107,7 +107,7 @@ def _take_distributed(optimizer: Optimizer, model: ShardedModel) -> None:
             f"{type(optimizer).__name__}: expected parameters of the {type(model.module).__name__} "
             f"that {WHO} wrapped, found {foreign} of {len(held)} that are not; "
             "build the optimizer on what parallelize returned, and replace parameters only "
-            "inside polyshard.rebuild(model, config)"
+            "inside polyshard.rebuild(model)"
         )
     seen: set[int] = set()
     for group in optimizer.param_groups:
@@ -149,7 +149,7 @@ def _keep_in_step(optimizer: Optimizer, model: ShardedModel) -> None:
             warnings.warn(
                 f"{type(optimizer).__name__}.step: the gradients of {model.record.unreduced} "
                 "microbatches are not reduced yet and are left out; put the microbatch before the "
-                "step in polyshard.accumulate(model, config, last=True)",
+                "step in polyshard.accumulate(model, last=True)",
                 RuntimeWarning,
                 stacklevel=4,
             )

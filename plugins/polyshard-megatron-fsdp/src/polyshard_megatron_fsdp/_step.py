@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
-from polyshard.strategies import fallback as defaults
+from polyshard.strategies import fallback
 from polyshard_megatron_fsdp._model import ShardedModel
 
 __all__ = ["accumulate", "clip_grad_norm"]
@@ -33,11 +33,11 @@ def accumulate(model: nn.Module, last: bool) -> Iterator[None]:
         model.record.unreduced += 1
 
 
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> float:
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
     """Scale the gradients that the optimizer will see by their norm over all ranks."""
     if isinstance(model, ShardedModel):
         model.show_distributed()
-    return defaults.clip_grad_norm(model, max_norm, norm_type)
+    return fallback.clip_grad_norm(model, max_norm, norm_type)
 
 
 def _is_last(model: ShardedModel) -> bool:

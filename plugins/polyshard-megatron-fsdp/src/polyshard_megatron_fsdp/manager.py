@@ -72,11 +72,16 @@ class MegatronFSDPManager:
             OptimizerError: The optimizer is not the model's, or must not be sharded.
             UnsupportedError: The model is wrapped already.
         """
+        from polyshard.lifecycle import wrapped_models
         from polyshard_megatron_fsdp._wrap import parallelize
 
-        return parallelize(
+        wrapped, bound = parallelize(
             self.config, model, self.device_mesh, optimizer, by_hand=optimizer is None
         )
+        if wrapped is not model:
+            # So that Polyshard's functions know it as one that polyshard.parallelize returned.
+            wrapped_models.remember(model, wrapped, self.config, self.device_mesh)
+        return wrapped, bound
 
 
 def _found(value: object) -> str:

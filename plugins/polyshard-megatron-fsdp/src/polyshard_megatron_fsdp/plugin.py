@@ -8,6 +8,7 @@ from polyshard.registry.hookspecs import hookimpl
 from polyshard_megatron_fsdp._wheel import require_wheel
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -67,7 +68,7 @@ def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 
 
 @hookimpl
-def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> float:
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
     """Clip by the norm over all ranks, those with empty shards included."""
     from polyshard_megatron_fsdp._step import clip_grad_norm
 
@@ -75,11 +76,11 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> float
 
 
 @hookimpl
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Gather the weights that the optimizer steps, and copy the persistent buffers."""
-    from polyshard_megatron_fsdp._gather import full_state_dict
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Gather the weights that the optimizer steps, and yield the persistent buffers."""
+    from polyshard_megatron_fsdp._gather import full_tensors
 
-    return full_state_dict(model)
+    return full_tensors(model)
 
 
 @hookimpl

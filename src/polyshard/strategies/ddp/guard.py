@@ -68,7 +68,7 @@ class DDPGuard(ParameterGuard):
             raise RebuildError(
                 "expected the dtype and device that the model had at parallelize, found that they "
                 "were changed, after which gradients are not averaged any more; do it inside "
-                "`with polyshard.rebuild(model, config):`"
+                "`with polyshard.rebuild(model):`"
             )
         self.inside = True
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polyshard.registry.hookspecs import hookimpl
-from polyshard.strategies import fallback as defaults
+from polyshard.strategies import fallback
 from polyshard.strategies.ddp import gradients, rebuild, wrap
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -50,6 +51,6 @@ def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 
 
 @hookimpl
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Copy the state dict of the module inside the wrapper."""
-    return defaults.full_state_dict(wrap.inner_module(model))
+def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the state dict of the module inside the wrapper."""
+    return fallback.full_tensors(wrap.inner_module(model))
