@@ -17,7 +17,7 @@ Polyshard = Callable[..., "subprocess.CompletedProcess[str]"]
 Install = Callable[..., Path]
 
 #: A training so small that starting the processes is all that takes time.
-TINY = ("--steps", "2", "--layers", "1", "--width", "8", "--device", "cpu")
+TINY = ("--steps", "2", "--layers", "1", "--width", "8", "--device", "cpu", "--data", "text.txt")
 
 FIELDS = {
     "distribution",
@@ -176,10 +176,13 @@ def test_a_usage_error_is_told_before_anything_starts(
 
 
 def test_more_processes_than_can_start_are_a_failed_run(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    text = tmp_path / "long.txt"
+    text.write_text("a" * 2000 * 65)
+    chosen = ("--nproc", "2000", "--batch-size", "2000", "--device", "cpu", "--data", str(text))
     with pytest.raises(SystemExit) as end:
-        main(["compare", "--nproc", "2000", "--batch-size", "2000", "--device", "cpu"])
+        main(["compare", *chosen])
     assert end.value.code == 1
     assert "found 2000; start fewer" in capsys.readouterr().err
 

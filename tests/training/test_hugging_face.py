@@ -39,6 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def save(folder: Path, **options: Any) -> None:
+    (folder / "text.txt").write_text("It was the best of times, it was the worst. " * 5)
     config = transformers.LlamaConfig(**(TINY | options))
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
@@ -50,7 +51,7 @@ def config_of(
         "distributed": distributed,
         "parallelism": {"cp_size": cp_size},
         "model": {"hf": str(folder), **model},
-        "data": {"sequence_length": LENGTH},
+        "data": {"path": str(folder / "text.txt"), "sequence_length": LENGTH},
         "steps": 3,
         "batch_size": 4,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,13 @@ TINY = {"model": {"layers": 2, "width": 8, "heads": 2}, "steps": 3, "seed": 1}
 FSDP2 = {"strategy": "fsdp2", "mp_policy": None}
 
 
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "text.txt"
+    path.write_text("It was the best of times, it was the worst. " * 40)
+    return {"path": str(path)}
+
+
 def losses(values: dict[str, Any]) -> list[float]:
     config = structure(values, TrainingConfig)
     size = dist.get_world_size() if dist.is_initialized() else 1
@@ -37,9 +45,12 @@ def losses(values: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize(
     "sizes", [{"tp_size": 2}, {"dp_replicate_size": 2}, {"tp_size": 4}, {"cp_size": 2}]
 )
-def test_it_trains_as_one_process_does(ranks: RankPool, sizes: dict[str, int]) -> None:
-    expected = losses({"distributed": None, **TINY})
-    for found in ranks.run(losses, {"distributed": FSDP2, "parallelism": sizes, **TINY}):
+def test_it_trains_as_one_process_does(
+    ranks: RankPool, data: dict[str, Any], sizes: dict[str, int]
+) -> None:
+    values = {"data": data, **TINY}
+    expected = losses({"distributed": None, **values})
+    for found in ranks.run(losses, {"distributed": FSDP2, "parallelism": sizes, **values}):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
@@ -49,8 +60,11 @@ def timeouts(values: dict[str, Any]) -> set[timedelta | None]:
 
 
 @pytest.mark.world_size(2)
-def test_the_timeout_of_the_config_reaches_every_group(ranks: RankPool) -> None:
-    values = {"distributed": FSDP2, "parallelism": {"tp_size": 2}, "timeout_minutes": 2.5, **TINY}
+def test_the_timeout_of_the_config_reaches_every_group(
+    ranks: RankPool, data: dict[str, Any]
+) -> None:
+    parallel = {"distributed": FSDP2, "parallelism": {"tp_size": 2}, "timeout_minutes": 2.5}
+    values = {"data": data, **parallel, **TINY}
     assert ranks.run(timeouts, values) == [{timedelta(minutes=2.5)}] * 2
 
 

@@ -56,7 +56,7 @@ _LEAST_BATCH = 8
 @click.option("--lr", type=float, help="Learning rate.  [default: 0.02 for sgd, 0.001 for adamw]")
 @click.option("--layers", type=_POSITIVE, default=4, show_default=True, help="Blocks of the model.")
 @click.option("--width", type=_POSITIVE, default=192, show_default=True, help="Its hidden size.")
-@click.option("--data", type=str, help="Text to train on.  [default: Python's own topics]")
+@click.option("--data", type=str, help="Text to train on.  [default: Polyshard's own]")
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="[default: cuda if there]")
 @click.option("--json", "json_file", type=OUTPUT_FILE(), help="Write everything to this file.")

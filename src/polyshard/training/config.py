@@ -67,7 +67,7 @@ class DataConfig:
 
     Attributes:
         path: A text file of any encoding, since the model reads bytes; relative to the working
-            directory. None is the documentation topics that come with Python.
+            directory. None is a short English text that comes with the package.
         sequence_length: Bytes that the model sees of one sequence.
     """
 

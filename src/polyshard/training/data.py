@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from functools import lru_cache
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,15 +19,15 @@ __all__ = ["Batches", "read_text"]
 
 
 def read_text(path: str | None) -> bytes:
-    """Return the bytes of a file, or for None those of the topics that come with Python.
+    """Return the bytes of a file, or for None those of the text that comes with the package.
+
+    That text is fixed, so that a run without a text of its own has the same losses everywhere.
 
     Raises:
         KeyPathError: The file cannot be read.
     """
     if path is None:
-        from pydoc_data.topics import topics
-
-        return "\n".join(topics[name] for name in sorted(topics)).encode()
+        return files("polyshard.training").joinpath("text.txt").read_bytes()
     try:
         return Path(path).read_bytes()
     except OSError as error:
