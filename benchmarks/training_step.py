@@ -72,10 +72,10 @@ def fsdp2_by_hand(blocks: int) -> Step:
 def megatron_fsdp_by_hand(blocks: int) -> Step:
     from megatron_fsdp import fully_shard_model, fully_shard_optimizer
 
-    from polyshard_megatron_fsdp import _cpu
+    from polyshard_megatron_fsdp.megatron_fsdp.patches.cuda_shim import prepare
 
     # What no script can do without where there is no CUDA; a script for CUDA has neither.
-    _cpu.prepare(torch.device("cpu"))
+    prepare(torch.device("cpu"))
     model = fully_shard_model(
         build(blocks),
         device_mesh=init_device_mesh(

@@ -132,13 +132,13 @@ while the others wait for them, and where torch notices nothing it is refused.
 
 Each cell is a test, at 1, 2 and 4 ranks (on one rank Megatron-FSDP wraps nothing, and is tested
 under stage 3 alone): `tests/rebuild/test_matrix.py` and
-`plugins/polyshard-megatron-fsdp/tests/test_rebuild_matrix.py`, from which `docs/generate.py` writes
-this page. There a few of the changes are tried under replicas and context parallelism, too.
+`plugins/polyshard-megatron-fsdp/tests/state/test_rebuild_matrix.py`, from which `docs/generate.py`
+writes this page. There a few of the changes are tried under replicas and context parallelism, too.
 """
 
 REBUILD_TESTS = (
     "tests/rebuild/test_matrix.py",
-    "plugins/polyshard-megatron-fsdp/tests/test_rebuild_matrix.py",
+    "plugins/polyshard-megatron-fsdp/tests/state/test_rebuild_matrix.py",
 )
 
 
@@ -229,11 +229,34 @@ def support_page() -> str:
     )
 
 
+PATCHES_HEAD = """\
+# Patches of megatron-fsdp
+
+What the plugin changes inside megatron-fsdp, so that it trains right and on machines without CUDA.
+Each patch is applied to the versions in the third column alone; where these end, a later version is
+used as it is, which a warning says once. Each is shown to be needed by a test that runs
+megatron-fsdp without it, in `plugins/polyshard-megatron-fsdp/tests/`: when that test fails, the
+fault is gone, and the patch may go. How large the faults are, and which of them need no patch, is
+in [what megatron-fsdp does wrong](../explanation/megatron-fsdp-faults.md).
+
+This page is written by `docs/generate.py` from `polyshard_megatron_fsdp.megatron_fsdp.patches`.
+"""
+
+
+def patches_page() -> str:
+    """Return the page for every patch of megatron-fsdp."""
+    from polyshard_megatron_fsdp.megatron_fsdp.patches.table import PATCHES
+
+    rows = [(f"`{p.name}`", p.problem, f"`{p.versions}`", f"`{p.test}`") for p in PATCHES]
+    return "\n".join([PATCHES_HEAD, table(["patch", "without it", "versions", "test"], rows)])
+
+
 PAGES = {
     "configs.md": lambda: configs_page(["ddp", "fsdp2", "megatron_fsdp"]),
     "command-line.md": commands_page,
     "rebuild-matrix.md": rebuilds_page,
     "megatron-fsdp-support.md": support_page,
+    "megatron-fsdp-patches.md": patches_page,
 }
 
 

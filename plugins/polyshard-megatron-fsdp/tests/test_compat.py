@@ -189,7 +189,7 @@ def test_preprocessing_of_state_dicts_is_passed_on(ranks):
 
 
 def untied(how: str) -> str:
-    """Do inside ``rebuild`` what the wheel cannot follow; return the error."""
+    """Do inside ``rebuild`` what megatron-fsdp cannot follow; return the error."""
     config = MegatronFSDPConfig()
     model, _ = polyshard.parallelize(build_model("tied" if how == "untie" else "plain"), config)
     before = full_state_dict(model, rank0_only=False)

@@ -102,7 +102,7 @@ def test_every_field_is_described():
     ] == []
 
 
-def test_config_and_listing_load_neither_torch_nor_the_wheel():
+def test_config_and_listing_load_neither_torch_nor_megatron_fsdp():
     code = (
         "import sys, polyshard, polyshard_megatron_fsdp as p;"
         "p.MegatronFSDPConfig(zero_dp_strategy=2); p.MegatronFSDPManager; p.fully_shard_optimizer;"

@@ -36,7 +36,7 @@ def shard(optimizer_class: type[Optimizer], allow: bool) -> tuple[str, bool]:
 
 
 def _is_untouched(optimizer: Optimizer, result: Optimizer) -> bool:
-    # The wheel shards an optimizer in place, and puts a step of its own on the object.
+    # megatron-fsdp shards an optimizer in place, and puts a step of its own on the object.
     return result is optimizer and "step" not in vars(result)
 
 

@@ -133,7 +133,7 @@ ROWS: Mapping[str, Row] = {
         options={"preserve_fp32_weights": True, "grad_reduce_in_fp32": True}
     ),
     "replicas (HSDP)": Row(mesh=REPLICAS),
-    "replicas, by the wheel's own names": Row(mesh={"dp_outer": 2, "dp": 2}),
+    "replicas, by megatron-fsdp's own names": Row(mesh={"dp_outer": 2, "dp": 2}),
     "replicas as the inner dimension": Row(mesh=INNER_REPLICAS),
     "replicas, microbatches": Row(mesh=REPLICAS, recipe=ACCUMULATED),
     "sharded replicas (`outer_dp_sharding_strategy=1`)": Row(
@@ -165,7 +165,7 @@ ROWS: Mapping[str, Row] = {
     "tensor parallel by the model's own plan": Row(mesh=TENSOR, prepare=plan_itself, recipe=PLAIN),
     "tensor parallel by the script": Row(mesh=TENSOR, prepare=split_by_script),
     "tensor and context parallel": Row(mesh={"dp": 1, "cp": 2, "tp": 2}, recipe=ATTENTION),
-    "tensor parallel alone, which the wheel does not wrap": Row(
+    "tensor parallel alone, which megatron-fsdp does not wrap": Row(
         mesh={"dp": 1, "tp": 4}, options={"tp_plan": MLP}
     ),
     "meta device": Row(options=META, prepare=on_meta, recipe=PLAIN, refused=NO_SHARDS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from polyshard_megatron_fsdp._wheel import require_wheel
+from polyshard_megatron_fsdp.megatron_fsdp.version import require_version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,9 +34,9 @@ def fully_shard_optimizer(
         PluginLoadError: megatron-fsdp is missing or too old; it is an ImportError.
         OptimizerError: The optimizer is not the model's, or must not be sharded.
     """
-    require_wheel()
-    from polyshard_megatron_fsdp._model import ShardedModel
-    from polyshard_megatron_fsdp._optimizer import shard
+    require_version()
+    from polyshard_megatron_fsdp.model.sharded_model import ShardedModel
+    from polyshard_megatron_fsdp.optimizer.sharding import shard
 
     if not isinstance(model, ShardedModel):
         return optimizer
@@ -50,9 +50,9 @@ def snapshot_distributed_param_attrs(model: nn.Module) -> dict[str, dict[str, An
         The ``__dict__`` of each parameter by each of its names; None for a model that is not
         wrapped.
     """
-    require_wheel()
-    from polyshard_megatron_fsdp._model import ShardedModel
-    from polyshard_megatron_fsdp._rebuild import remember
+    require_version()
+    from polyshard_megatron_fsdp.model.sharded_model import ShardedModel
+    from polyshard_megatron_fsdp.state.rebuild import remember
 
     if not isinstance(model, ShardedModel):
         return None
@@ -69,7 +69,7 @@ def restore_distributed_param_attrs(
     """Set again what a snapshot has and a parameter lacks, by name; nothing is overwritten.
 
     Attributes alone would leave a model that trains its old values: new values then move into
-    the parameters that the wheel knows, and these return, as after ``polyshard.rebuild``.
+    the parameters that megatron-fsdp knows, and these return, as after ``polyshard.rebuild``.
 
     Args:
         model: What ``parallelize`` returned.
@@ -83,8 +83,8 @@ def restore_distributed_param_attrs(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         for attribute, value in snapshot.get(name, {}).items():
             parameter.__dict__.setdefault(attribute, value)
-    from polyshard_megatron_fsdp._model import ShardedModel
-    from polyshard_megatron_fsdp._rebuild import restore
+    from polyshard_megatron_fsdp.model.sharded_model import ShardedModel
+    from polyshard_megatron_fsdp.state.rebuild import restore
 
     if isinstance(model, ShardedModel) and model.record.snapshot is not None:
         restore(model, model.record.snapshot)

@@ -10,7 +10,7 @@ from attrs import Attribute, field, frozen
 from polyshard.config.base import DistributedConfig
 from polyshard.config.fields import accepts, is_bool, is_one_of, optional, reject
 from polyshard.exceptions import ConfigError
-from polyshard_megatron_fsdp._wheel import WHO
+from polyshard_megatron_fsdp.megatron_fsdp.version import WHO
 
 __all__ = ["MegatronFSDPConfig"]
 
@@ -63,8 +63,8 @@ class MegatronFSDPConfig(DistributedConfig):
             always do.
         overlap_param_gather: Whether parameters are gathered ahead of their use. Stage 3
             always does.
-        check_for_nan_in_grad: Has no effect in the wheels that are supported, which is said
-            once; ``report_nan_in_param_grad`` is what checks.
+        check_for_nan_in_grad: Has no effect in the supported versions of megatron-fsdp, which
+            is said once; ``report_nan_in_param_grad`` is what checks.
         report_nan_in_param_grad: Whether each gradient is checked for NaN and infinity; the
             step then fails on every rank and names the parameters.
         average_in_collective: Whether the reduction itself averages gradients, instead of a

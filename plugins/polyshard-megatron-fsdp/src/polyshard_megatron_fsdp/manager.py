@@ -8,8 +8,8 @@ import attrs
 
 from polyshard._describe import describe_value
 from polyshard.exceptions import ConfigError, MeshError
-from polyshard_megatron_fsdp._wheel import WHO, require_wheel
 from polyshard_megatron_fsdp.config import MegatronFSDPConfig
+from polyshard_megatron_fsdp.megatron_fsdp.version import WHO, require_version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,7 +37,7 @@ class MegatronFSDPManager:
             MeshError: ``device_mesh`` is not a DeviceMesh.
             PluginLoadError: megatron-fsdp is missing or too old.
         """
-        require_wheel()
+        require_version()
         who = f"MegatronFSDPManager ({WHO})"
         if not isinstance(config, MegatronFSDPConfig):
             raise ConfigError(f"{who}: expected a MegatronFSDPConfig, {_found(config)}")
@@ -73,7 +73,7 @@ class MegatronFSDPManager:
             UnsupportedError: The model is wrapped already.
         """
         from polyshard.lifecycle import wrapped_models
-        from polyshard_megatron_fsdp._wrap import parallelize
+        from polyshard_megatron_fsdp.parallelize import parallelize
 
         wrapped, bound = parallelize(
             self.config, model, self.device_mesh, optimizer, by_hand=optimizer is None

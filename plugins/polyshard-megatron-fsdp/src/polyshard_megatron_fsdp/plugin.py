@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polyshard.registry.hookspecs import hookimpl
-from polyshard_megatron_fsdp._wheel import require_wheel
+from polyshard_megatron_fsdp.megatron_fsdp.version import require_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from polyshard.parameters.snapshot import ParameterSnapshot
     from polyshard_megatron_fsdp.config import MegatronFSDPConfig
 
-# Loading the plugin is when a wheel that is missing or too old should be found out.
-require_wheel()
+# Loading the plugin is when a megatron-fsdp that is missing or too old should be found out.
+require_version()
 
 
 @hookimpl
@@ -30,7 +30,7 @@ def parallelize(
     optimizer: Optimizer | None,
 ) -> tuple[nn.Module, Optimizer | None]:
     """Wrap the model, and give the optimizer the parameters of the wrapped one."""
-    from polyshard_megatron_fsdp._wrap import parallelize
+    from polyshard_megatron_fsdp.parallelize import parallelize
 
     return parallelize(config, model, mesh, optimizer)
 
@@ -38,15 +38,15 @@ def parallelize(
 @hookimpl
 def shard_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     """Make the optimizer step the shards of the model; it takes no step."""
-    from polyshard_megatron_fsdp._optimizer import shard
+    from polyshard_megatron_fsdp.optimizer.sharding import shard
 
     return shard(model, optimizer)
 
 
 @hookimpl
 def pre_rebuild(model: nn.Module) -> ParameterSnapshot:
-    """Remember the distributed parameters, which the wheel knows by identity."""
-    from polyshard_megatron_fsdp._rebuild import remember
+    """Remember the distributed parameters, which megatron-fsdp knows by identity."""
+    from polyshard_megatron_fsdp.state.rebuild import remember
 
     return remember(model)
 
@@ -54,7 +54,7 @@ def pre_rebuild(model: nn.Module) -> ParameterSnapshot:
 @hookimpl
 def post_rebuild(model: nn.Module, snapshot: ParameterSnapshot) -> None:
     """Move the new values into the distributed parameters and put these back."""
-    from polyshard_megatron_fsdp._rebuild import restore
+    from polyshard_megatron_fsdp.state.rebuild import restore
 
     restore(model, snapshot)
 
@@ -62,7 +62,7 @@ def post_rebuild(model: nn.Module, snapshot: ParameterSnapshot) -> None:
 @hookimpl
 def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
     """Leave gradients unreduced in all microbatches but the last."""
-    from polyshard_megatron_fsdp._step import accumulate
+    from polyshard_megatron_fsdp.optimizer.gradients import accumulate
 
     return accumulate(model, last)
 
@@ -70,7 +70,7 @@ def accumulate(model: nn.Module, last: bool) -> AbstractContextManager[None]:
 @hookimpl
 def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
     """Clip by the norm over all ranks, those with empty shards included."""
-    from polyshard_megatron_fsdp._step import clip_grad_norm
+    from polyshard_megatron_fsdp.optimizer.gradients import clip_grad_norm
 
     return clip_grad_norm(model, max_norm, norm_type)
 
@@ -78,7 +78,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> Tenso
 @hookimpl
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Gather the weights that the optimizer steps, and yield the persistent buffers."""
-    from polyshard_megatron_fsdp._gather import full_tensors
+    from polyshard_megatron_fsdp.state.gather import full_tensors
 
     return full_tensors(model)
 
@@ -86,6 +86,6 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @hookimpl
 def parameter_bytes(model: nn.Module) -> int:
     """Count the buffers that hold weights on this rank: computing and main copies."""
-    from polyshard_megatron_fsdp._gather import parameter_bytes
+    from polyshard_megatron_fsdp.state.gather import parameter_bytes
 
     return parameter_bytes(model)

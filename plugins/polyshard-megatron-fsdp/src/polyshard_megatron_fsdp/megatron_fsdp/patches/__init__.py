@@ -1,0 +1,1 @@
+"""Every patch of megatron-fsdp; ``table.PATCHES`` lists them."""

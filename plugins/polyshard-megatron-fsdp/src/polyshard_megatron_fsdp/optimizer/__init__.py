@@ -1,0 +1,1 @@
+"""The optimizer of a wrapped model, and the gradients that it steps with."""

@@ -1,0 +1,1 @@
+"""State that goes in and out: state dicts, checkpoints, parameters that a script replaces."""
