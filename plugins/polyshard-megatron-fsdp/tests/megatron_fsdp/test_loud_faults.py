@@ -30,12 +30,17 @@ sys.path.append(str(Path(__file__).parent))
 from subjects import Bare, Polyshard, Subject, mesh_of, share
 
 
-def train_rowwise(subject: Subject) -> None:
+def split_by_rows(stage: int) -> tuple[nn.Module, int, Any]:
+    """Return what to wrap: a model that is split by rows, a stage and the mesh."""
     mesh = mesh_of({"dp": 2, "tp": 2})
     model = build_model("plain")
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    loss_of(subject.wrap(model, 3, mesh), global_batch(0)).backward()
+    return model, stage, mesh
+
+
+def train_rowwise(subject: Subject) -> None:
+    loss_of(subject.wrap(*split_by_rows(3)), global_batch(0)).backward()
 
 
 def clip(subject: Subject) -> float:

@@ -92,7 +92,8 @@ MODEL_PATCHES = (
         problem="HSDP with a sharded outer dimension: the buffer that reduces over it drops the "
         "scaling factor; gradients are too large by the number of data-parallel ranks",
         versions=TESTED,
-        test="megatron_fsdp/test_faults.py::test_fault_is_there_on_four_ranks",
+        test="megatron_fsdp/test_faults.py::test_fault_is_there_on_four_ranks"
+        "[gradients of sharded replicas are 4 times too large]",
         apply=_scale_outer_gradients,
     ),
     Patch(
@@ -100,7 +101,7 @@ MODEL_PATCHES = (
         problem="row-wise tensor parallelism: gradients have the global trailing shape from the "
         "second step on",
         versions=TESTED,
-        test="megatron_fsdp/test_patches.py::test_second_step_of_rowwise_modules_fails",
+        test="megatron_fsdp/test_patches.py::test_second_step_of_rowwise_modules_is_wrong",
         apply=_renew_gradient_views,
     ),
     Patch(
@@ -108,7 +109,8 @@ MODEL_PATCHES = (
         problem="a backward is noticed by the gradient of an output that is a tensor or a tuple of "
         "tensors; with a dict, say, gradients before the module registered last are lost",
         versions=TESTED,
-        test="megatron_fsdp/test_faults.py::test_fault_is_there",
+        test="megatron_fsdp/test_faults.py::test_fault_is_there"
+        "[gradients are lost unless the output is a tensor]",
         apply=_begin_each_backward,
     ),
     Patch(
@@ -116,7 +118,8 @@ MODEL_PATCHES = (
         problem="parameters shared between modules are marked, those of a shared module are not: "
         "each of its units takes the gradient, and the second puts zeros there",
         versions=TESTED,
-        test="megatron_fsdp/test_faults.py::test_fault_is_there",
+        test="megatron_fsdp/test_faults.py::test_fault_is_there"
+        "[gradients of a module that two units share are lost]",
         apply=_mark_what_units_share,
     ),
     Patch(
@@ -124,7 +127,7 @@ MODEL_PATCHES = (
         problem="hooks on gradients refer to the model, and torch keeps them where Python's "
         "garbage collector does not look: a wrapped model is never freed",
         versions=TESTED,
-        test="megatron_fsdp/test_faults.py::test_fault_is_there",
+        test="megatron_fsdp/test_faults.py::test_fault_is_there[a model is never freed]",
         apply=_let_go,
     ),
     Patch(

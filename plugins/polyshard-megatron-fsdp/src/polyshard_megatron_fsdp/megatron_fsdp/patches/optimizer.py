@@ -64,7 +64,7 @@ OPTIMIZER_PATCHES = (
         problem="the first value of the first group's dict is taken for its parameters, whatever "
         "its key, and the first of these is looked at, which an empty group has not",
         versions=ALL,
-        test="megatron_fsdp/test_faults.py::test_fault_is_there",
+        test="megatron_fsdp/test_faults.py::test_fault_is_there[the first group must not be empty]",
         apply=_in_one_group,
     ),
     Patch(
@@ -72,7 +72,7 @@ OPTIMIZER_PATCHES = (
         problem="`fully_shard_optimizer` takes a step with zero gradients, which counts and decays "
         "weights",
         versions=ALL,
-        test="megatron_fsdp/test_faults.py::test_fault_is_there",
+        test="megatron_fsdp/test_faults.py::test_fault_is_there[sharding counts a step]",
         apply=_without_first_step,
     ),
 )

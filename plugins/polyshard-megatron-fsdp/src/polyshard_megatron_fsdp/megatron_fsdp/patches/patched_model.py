@@ -61,7 +61,8 @@ _CALL = Patch(
     problem="the module's `forward` is called, past its hooks: those of a script, and "
     "megatron-fsdp's own, which gathers what the module itself owns and begins the backward",
     versions="<0.6.0",
-    test="megatron_fsdp/test_faults.py::test_fault_is_there",
+    test="megatron_fsdp/test_faults.py::test_fault_is_there"
+    "[gradients are lost unless the last module is used last]",
     apply=_call_module,
 )
 _run = _CALL.apply if _CALL.is_needed else MegatronFSDP.forward
@@ -73,7 +74,8 @@ CLASS_PATCHES = (
         problem="after a forward without gradients the model shows the parameters that it computes "
         "with, which may have no storage: reading one ends the process on the CPU",
         versions=ALL,
-        test="megatron_fsdp/test_faults.py::test_fault_is_there",
+        test="megatron_fsdp/test_faults.py::test_fault_is_there"
+        "[raw parameters show after an evaluation]",
         apply=PatchedModel.forward,
     ),
     Patch(
