@@ -20,7 +20,7 @@ from polyshard.lifecycle.state_dict import parameter_bytes
 from polyshard.parameters.guard import ParameterGuard
 
 FEW, MANY = 1_000, 10_000
-FEWER = 5  # times fewer under Megatron-FSDP, whose wheel wraps the most in over 25 minutes
+FEWER = 5  # times fewer under Megatron-FSDP, which wraps the most in over 25 minutes
 SMALL = 64  # rows and columns of a layer that is not nothing
 LAYERS, WIDTH = 8, 1_536  # 72 MiB in float32, few tensors: what is held in between would show
 REPEATS = 5

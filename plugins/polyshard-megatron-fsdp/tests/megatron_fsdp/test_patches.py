@@ -10,7 +10,10 @@ import logging
 import re
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,19 +94,41 @@ def test_model_on_the_cpu_is_warned_about():
         assert all(pool.run(warnings_about_devices))
 
 
-def train_with_coalesced_gathers() -> None:
-    """Train a model whose blocks have two buckets each, whose gathers are coalesced."""
+def most_coalesced_gathers_in_flight() -> int:
+    """Return how many have been started at most, and not waited for, in a forward and backward."""
     shim_without("collectives-in-turn")
-    warnings.simplefilter("ignore", FutureWarning)
+    buffers = buffers_module()
+    coalescing_manager = buffers._coalescing_manager
+    in_flight: set[int] = set()
+    counts = [0]
+
+    @contextmanager
+    def counted(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with coalescing_manager(*args, **kwargs) as handle:
+            yield handle
+        if not kwargs.get("async_ops"):
+            return
+        wait = handle.wait
+
+        def waited() -> None:
+            wait()
+            in_flight.discard(id(handle))
+
+        handle.wait = waited
+        in_flight.add(id(handle))
+        counts.append(len(in_flight))
+
+    buffers._coalescing_manager = counted
     model = Bare().wrap(build_model("frozen"), 3)
-    for step in range(2000):
-        loss_of(model, share(global_batch(step))).backward()
-        model.synchronize_param_gather()
+    loss_of(model, share(global_batch(0))).backward()
+    model.synchronize_param_gather()
+    return max(counts)
 
 
-def test_coalesced_gathers_end_processes():
-    with RankPool(2, timeout=120) as pool, pytest.raises(RanksFailed):
-        pool.run(train_with_coalesced_gathers)
+def test_coalesced_gathers_are_in_flight_at_once():
+    # Whether gloo still corrupts the heap with them no test can tell: most runs survive it.
+    with RankPool(2, timeout=60) as pool:
+        assert min(pool.run(most_coalesced_gathers_in_flight)) > 1
 
 
 def wrap_on_one_dimension() -> None:

@@ -196,7 +196,7 @@ SHIM_PATCHES = (
         problem="several coalesced all-gathers are in flight at once, with which torch 2.13's gloo "
         "corrupts the heap; not on CUDA",
         versions=ALL,
-        test="megatron_fsdp/test_patches.py::test_coalesced_gathers_end_processes",
+        test="megatron_fsdp/test_patches.py::test_coalesced_gathers_are_in_flight_at_once",
         apply=_run_one_after_the_other,
     ),
     Patch(
