@@ -25,6 +25,7 @@ from polyshard.conformance.parity import (
     build_optimizer,
 )
 from polyshard.conformance.pool import RankPool
+from polyshard.lifecycle import wrapped_models
 from polyshard.transforms.units import find_units
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 from polyshard_megatron_fsdp.model.sharded_model import Record, ShardedModel, adopt
@@ -64,6 +65,7 @@ def wrap_alone(config: MegatronFSDPConfig, model: Any, device: str) -> ShardedMo
     wrapped = wrap_model(config, model, topology, find_units(model))
     sharded = adopt(wrapped, Record(config, topology))
     accept_full_tensors(sharded)
+    wrapped_models.remember(model, sharded, config, topology.mesh)
     return sharded
 
 

@@ -53,7 +53,7 @@ def summed_norm(stage: int) -> tuple[float, float]:
         config = MegatronFSDPConfig(zero_dp_strategy=stage, calculate_per_token_loss=summed)
         model, _ = parallelize(build_model("plain"), config)
         loss_of(model, global_batch(0).chunk(dist.get_world_size())[dist.get_rank()]).backward()
-        norms.append(clip_grad_norm(model, float("inf")))
+        norms.append(float(clip_grad_norm(model, float("inf"))))
     return norms[0], norms[1]
 
 
