@@ -37,6 +37,21 @@ def test_importing_the_package_imports_none_of_its_dependencies() -> None:
     assert not modules_after("import polyshard") & {"attrs", "cattrs", "click", "pluggy", "rich"}
 
 
+def test_configs_and_the_list_of_strategies_load_nothing_heavy() -> None:
+    modules = modules_after(
+        "import polyshard; polyshard.DDPConfig(); polyshard.FSDP2Config()\n"
+        "assert polyshard.available_strategies()"
+    )
+    heavy = {"cattrs", "click", "numpy", "packaging", "rich", "ruamel", "torch"}
+    assert "polyshard.registry.discovery" in modules
+    assert not modules & heavy
+
+
+def test_configs_alone_do_without_the_metadata_of_distributions() -> None:
+    statement = "import polyshard; polyshard.DDPConfig(); polyshard.FSDP2Config()"
+    assert "importlib.metadata" not in modules_after(statement)
+
+
 def test_every_public_name_resolves_and_is_documented() -> None:
     for name in polyshard.__all__:
         value = getattr(polyshard, name)

@@ -1,20 +1,20 @@
-"""How messages name things: a value with its type, an owner with its version, the nearest word."""
+"""How messages name things: a value with its type, an owner with its version, the nearest word.
+
+Every config class imports this module, and few processes have an error to describe: what costs
+milliseconds to import is imported by the function that needs it.
+"""
 
 from __future__ import annotations
 
 import typing
-from difflib import get_close_matches
-from importlib.metadata import (
-    PackageNotFoundError,
-    packages_distributions,
-    version,
-)
 
 __all__ = ["describe_owner"]
 
 
 def nearest(word: str, candidates: typing.Iterable[str]) -> str:
     """Return ``" (did you mean 'x'?)"`` for the closest candidate, or an empty string."""
+    from difflib import get_close_matches
+
     close = get_close_matches(word, list(candidates), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -30,6 +30,8 @@ def describe_owner(thing: object) -> str:
 
     Falls back to the module's name for code that no distribution owns, such as a script.
     """
+    from importlib.metadata import PackageNotFoundError, packages_distributions, version
+
     module = getattr(thing, "__module__", None) or getattr(thing, "__name__", "")
     package = str(module).partition(".")[0]
     for name in packages_distributions().get(package, ()):

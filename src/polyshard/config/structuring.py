@@ -2,7 +2,8 @@
 
 cattrs walks the classes; what is added here is that an unknown key is an error that names the
 nearest valid one, that values are taken with the types they have, and that the error knows the
-path to the key, so that a file reader can add the line.
+path to the key, so that a file reader can add the line. Only what builds a config from a mapping
+imports cattrs: a config class called by name does without.
 """
 
 from __future__ import annotations
@@ -10,20 +11,16 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
-import cattrs
-from cattrs.errors import (
-    AttributeValidationNote,
-    BaseValidationError,
-    ForbiddenExtraKeysError,
-    IterableValidationNote,
-)
-from cattrs.gen import make_dict_structure_fn, override
 
 from polyshard._describe import describe_owner, describe_value, nearest
 from polyshard.exceptions import ConfigError
+
+if TYPE_CHECKING:
+    import cattrs
 
 __all__ = ["KeyPathError", "UnknownKeyError", "structure", "unstructure"]
 
@@ -89,8 +86,10 @@ def structure(value: object, cls: type[T], *, path: Path = ()) -> T:
     for key in value:
         if not isinstance(key, str):
             raise KeyPathError(f"expected keys that are strings, found {describe_value(key)}", path)
+    from cattrs.errors import BaseValidationError
+
     try:
-        return _converter.structure(value, cls)
+        return _converter().structure(value, cls)
     except BaseValidationError as error:
         fault = next(_faults(error, path))
         raise fault from fault.__cause__
@@ -124,6 +123,8 @@ def _plain(value: object, path: Path) -> object:
 
 def _faults(error: BaseException, path: Path) -> Iterator[KeyPathError]:
     """Turn cattrs' tree of exceptions into a flat sequence of errors with paths."""
+    from cattrs.errors import BaseValidationError, ForbiddenExtraKeysError
+
     if isinstance(error, BaseValidationError):
         for inner in error.exceptions:
             yield from _faults(inner, (*path, *_steps(inner)))
@@ -142,6 +143,8 @@ def _faults(error: BaseException, path: Path) -> Iterator[KeyPathError]:
 
 
 def _steps(error: BaseException) -> Iterator[str | int]:
+    from cattrs.errors import AttributeValidationNote, IterableValidationNote
+
     for note in getattr(error, "__notes__", ()):
         if isinstance(note, AttributeValidationNote):
             yield note.name
@@ -191,6 +194,8 @@ def _structure_hook(cls: type[Any], converter: cattrs.Converter) -> Any:
 
     A field with a converter of its own builds what it holds itself, even a nested class.
     """
+    from cattrs.gen import make_dict_structure_fn, override
+
     overrides = {}
     for attribute in attrs.fields(cls):
         nested = attribute.converter is None and _is_attrs(_annotation(cls, attribute))
@@ -205,7 +210,10 @@ def _structure_hook(cls: type[Any], converter: cattrs.Converter) -> Any:
     )
 
 
-_converter = cattrs.Converter()
+@cache
+def _converter() -> cattrs.Converter:
+    import cattrs
 
-
-_converter.register_structure_hook_factory(attrs.has, _structure_hook)
+    converter = cattrs.Converter()
+    converter.register_structure_hook_factory(attrs.has, _structure_hook)
+    return converter

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from importlib.metadata import (
     Distribution,
     EntryPoint,
     PackageNotFoundError,
-    distributions,
+    entry_points,
     version,
 )
 from importlib.util import find_spec
@@ -22,8 +23,6 @@ from pathlib import Path
 from pkgutil import get_importer
 
 from attrs import evolve, field, frozen
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
 
 from polyshard.exceptions import PluginError
 
@@ -69,7 +68,6 @@ class StrategyInfo:
         distribution: Name of the distribution that ships it.
         version: Version of that distribution.
         summary: First line of the plugin's docstring, or an empty string.
-        problem: Why the strategy cannot work, and the cure; None if nothing is known.
     """
 
     name: str
@@ -79,9 +77,20 @@ class StrategyInfo:
     distribution: str = ""
     version: str = ""
     summary: str = ""
-    problem: str | None = None
+    _problem: str | None = None
     entry_point: EntryPoint | None = field(default=None, repr=False, eq=False)
     config_entry_point: EntryPoint | None = field(default=None, repr=False, eq=False)
+    _requirer: Distribution | None = field(default=None, repr=False, eq=False)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the strategy cannot work, and the cure; None if nothing is known.
+
+        The requirements of its distribution are looked at here, not when strategies are listed.
+        """
+        if self._problem is None and self._requirer is not None:
+            return _missing_requirements(self._requirer)
+        return self._problem
 
     @property
     def origin(self) -> str:
@@ -96,7 +105,6 @@ def canonical_name(name: str) -> str:
 
 def find_strategies(
     environment: Mapping[str, str] | None = None,
-    search: Iterable[Distribution] | None = None,
 ) -> dict[str, StrategyInfo]:
     """Return every installed strategy by name, in order of name.
 
@@ -105,13 +113,12 @@ def find_strategies(
     Args:
         environment: Where the two variables are read that restrict the result (default:
             ``os.environ``).
-        search: The distributions to look at (default: all that are installed).
 
     Raises:
         PluginError: The allow-list names a strategy that is not installed.
     """
     environment = os.environ if environment is None else environment
-    offers = _offers(distributions() if search is None else search)
+    offers = _offers()
     if environment.get(DISABLE_AUTOLOAD, "") not in ("", "0"):
         offers = [offer for offer in offers if offer.distribution == CORE_DISTRIBUTION]
     allowed = _allow_list(environment.get(ALLOW_LIST))
@@ -120,17 +127,18 @@ def find_strategies(
     return _by_name(offers)
 
 
-def _offers(search: Iterable[Distribution]) -> list[StrategyInfo]:
+def _offers() -> list[StrategyInfo]:
     """Read each distribution once; the first on the path wins, as it does for imports."""
-    offers: list[StrategyInfo] = []
-    seen: set[str] = set()
-    for distribution in search:
-        name = canonicalize_name(distribution.metadata["Name"] or "")
-        if not name or name in seen:
-            continue
-        seen.add(name)
-        offers.extend(_offers_of(distribution, name))
-    return offers
+    offering: dict[str, Distribution] = {}
+    for point in entry_points(group=STRATEGIES):
+        if point.dist is not None:
+            offering.setdefault(_canonical_distribution(point.dist.name), point.dist)
+    return [offer for name, dist in offering.items() for offer in _offers_of(dist, name)]
+
+
+def _canonical_distribution(name: str) -> str:
+    """Return a distribution's name in the form in which the packaging specifications compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _offers_of(distribution: Distribution, distribution_name: str) -> list[StrategyInfo]:
@@ -138,10 +146,7 @@ def _offers_of(distribution: Distribution, distribution_name: str) -> list[Strat
     for entry_point in distribution.entry_points:
         if entry_point.group in groups:
             groups[entry_point.group].append(entry_point)
-    if not groups[STRATEGIES]:
-        return []
     configs = {canonical_name(point.name): point for point in groups[CONFIGS]}
-    missing = _missing_requirements(distribution)
     offers = []
     for point in groups[STRATEGIES]:
         name = canonical_name(point.name)
@@ -157,9 +162,10 @@ def _offers_of(distribution: Distribution, distribution_name: str) -> list[Strat
                 distribution=distribution_name,
                 version=distribution.version,
                 summary=summary,
-                problem=fault or missing,
+                problem=fault,
                 entry_point=point,
                 config_entry_point=config,
+                requirer=distribution,
             )
         )
     return offers
@@ -167,6 +173,8 @@ def _offers_of(distribution: Distribution, distribution_name: str) -> list[Strat
 
 def _missing_requirements(distribution: Distribution) -> str | None:
     """Return which declared requirements are not met, with the command that installs them."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
     faults: list[str] = []
     cures: list[str] = []
     for text in distribution.requires or ():
@@ -235,7 +243,9 @@ def _allow_list(text: str | None) -> dict[str, str | None] | None:
     allowed: dict[str, str | None] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, distribution = item.partition("@")
-        allowed[canonical_name(name)] = canonicalize_name(distribution) if distribution else None
+        allowed[canonical_name(name)] = (
+            _canonical_distribution(distribution) if distribution else None
+        )
     return allowed
 
 

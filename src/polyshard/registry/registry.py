@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint
 from inspect import getmembers_static, ismodule, isroutine
 from threading import RLock
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pluggy import PluginManager, PluginValidationError
 
@@ -27,6 +26,9 @@ from polyshard.registry.discovery import (
     canonical_name,
     find_strategies,
 )
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = [
     "StrategyRegistry",
