@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from polyshard.exceptions import UnitError
 
@@ -71,7 +76,7 @@ def checkpoint_units(model: nn.Module, units: UnitReport, mode: CheckpointMode) 
             f"activation checkpointing: expected repeated blocks in {type(model).__name__}, found "
             "none to wrap; name their class as the strategy's unit, or turn it off"
         )
-    context: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    context = _selective_arguments() if mode == "selective" else {}
     holders = list(model.modules())
     wrappers = {unit: checkpoint_wrapper(unit, **context) for unit in units.modules.values()}
     for module in holders:
@@ -85,6 +90,15 @@ def _replace_children(module: nn.Module, wrappers: dict[nn.Module, nn.Module]) -
         if child in wrappers:
             wrappers[child].training = child.training
             module.register_module(name, wrappers[child])
+
+
+def _selective_arguments() -> dict[str, Any]:
+    arguments: dict[str, Any] = {"context_fn": _selective_contexts}
+    # Hooks such as torch.autograd.graph.save_on_cpu see the kept results too. Where torch has this
+    # choice (2.14.1 has, 2.13 has not) it warns until one is made. 2.13 lets them bypass hooks.
+    if "respect_saved_tensors_hooks" in signature(checkpoint).parameters:
+        arguments["respect_saved_tensors_hooks"] = True
+    return arguments
 
 
 def _selective_contexts() -> Any:
