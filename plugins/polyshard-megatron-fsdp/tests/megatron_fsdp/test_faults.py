@@ -270,6 +270,8 @@ FAULTS_OF_FOUR: dict[str, tuple[Callable[[Subject], float], float]] = {
 #: The first version with a fault, and the first without, where that is not all of them.
 FIRST = {"unused parameters move": Version("0.6.0")}
 FIXED = {"gradients are lost unless the last module is used last": Version("0.6.0")}
+#: The first version of torch under which a fault does no harm: 2.13.0 shows it, 2.14.1 does not.
+FIXED_BY_TORCH = {"replicas cannot be trained under stage 0": Version("2.14")}
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_TWO)
@@ -291,6 +293,8 @@ def test_polyshard_is_right(ranks, fault):
 
 @pytest.mark.parametrize("fault", FAULTS_OF_FOUR)
 def test_fault_is_there_on_four_ranks(four_bare_ranks, fault):
+    if fault in FIXED_BY_TORCH and Version(torch.__version__) >= FIXED_BY_TORCH[fault]:
+        pytest.skip(f"does no harm from torch {FIXED_BY_TORCH[fault]} on")
     measure, size = FAULTS_OF_FOUR[fault]
     assert max(four_bare_ranks.run(measure, Bare())) >= size
 
