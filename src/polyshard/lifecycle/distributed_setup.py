@@ -112,7 +112,10 @@ class DistributedSetup:
         return mesh_device(self.mesh_context.mesh)
 
     def parallelize(
-        self, model: nn.Module, optimizer: Optimizer | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        methods: Sequence[str] | None = None,
     ) -> tuple[nn.Module, Optimizer | None]:
         """Distribute a model over the mesh; see ``polyshard.parallelize``.
 
@@ -121,7 +124,8 @@ class DistributedSetup:
         """
         from polyshard.lifecycle.parallelize import parallelize
 
-        return parallelize(model, self.config, mesh=self._own_mesh(), optimizer=optimizer)
+        mesh = self._own_mesh()
+        return parallelize(model, self.config, mesh=mesh, optimizer=optimizer, methods=methods)
 
     def shard_optimizer(self, model: nn.Module, optimizer: Optimizer) -> Optimizer:
         """Shard an optimizer if need be; see ``polyshard.maybe_shard_optimizer``."""

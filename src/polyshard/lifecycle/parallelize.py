@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -25,6 +26,7 @@ from polyshard.parameters.replaced import mark_replaced, refuse_replaced_paramet
 from polyshard.processes.process_group import world_size
 from polyshard.processes.rank_sync import check_same_on_all_ranks, raise_on_all_ranks
 from polyshard.registry.registry import default_registry
+from polyshard.transforms.methods import method_names
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +42,7 @@ def parallelize(
     *,
     mesh: DeviceMesh | None = None,
     optimizer: Optimizer | None = None,
+    methods: Sequence[str] | None = None,
 ) -> tuple[nn.Module, Optimizer | None]:
     """Distribute a model, and the optimizer with it if there is one, by the config's strategy.
 
@@ -52,6 +55,11 @@ def parallelize(
         mesh: Where the model is spread (default: one dimension ``"dp"`` over all ranks).
         optimizer: An optimizer built on the model's parameters. It comes back holding the
             distributed ones, in the same groups, ready to step.
+        methods: Names of methods of the model, beside its forward, that are called on what comes
+            back (default: ``generate``, if the model has it). All ranks call one together, each
+            with its own arguments, and run it without each other, so that they may run the model
+            a different number of times, or raise. A strategy that shards parameters gathers the
+            whole model for as long as a method runs.
 
     Returns:
         The model to train, which need not be the one given, and the optimizer to step (None if
@@ -59,7 +67,8 @@ def parallelize(
 
     Raises:
         StrategyNotFoundError: No installed strategy has that config.
-        UnsupportedError: The model is parallelized already.
+        UnsupportedError: The model is parallelized already, or the strategy cannot prepare methods.
+        ModelError: The model lacks a method, or it is none that can be prepared.
         MeshError: The process is one of several ranks and has no process group.
         RanksDisagreeError: Ranks have different plugins, configs or models.
         PeerFailedError: Another rank failed.
@@ -71,13 +80,18 @@ def parallelize(
     with raise_on_all_ranks("parallelize", members):
         _refuse_parallelized(model)
         registry.implements("parallelize", config)
-        check_same_on_all_ranks("parallelize", members, rank_checks.facts(model, config))
+        names = method_names(model, methods)
+        facts = rank_checks.facts(model, config) | {"methods": "\n".join(names)}
+        check_same_on_all_ranks("parallelize", members, facts)
     # Every rank is known to come along: a strategy would wait for one that does not.
     with raise_on_all_ranks("parallelize", members), one_timeout():
         result = registry.dispatch(
             "parallelize", config, model=model, mesh=mesh, optimizer=optimizer
         )
         wrapped, bound = _checked_result(result, config, optimizer)
+        asked = methods is not None or registry.implements("add_methods", config)
+        if names and (asked or wrapped is model):
+            registry.dispatch("add_methods", config, model=wrapped, module=model, names=names)
     kept = set(wrapped.parameters())
     for name, parameter in before.items():
         if parameter not in kept:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import pluggy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -48,6 +48,21 @@ def parallelize(
     ``mesh`` is None only in a process without a process group. The optimizer that is returned
     holds the parameters of the model that is returned, in the groups that the user made, and is
     ready to step: ``shard_optimizer`` is not called for it.
+    """
+
+
+@hookspec(firstresult=True)
+def add_methods(
+    config: DistributedConfig, model: nn.Module, module: nn.Module, names: Sequence[str]
+) -> None:
+    """Make methods of the user's module work on the model that ``parallelize`` returned.
+
+    Called once, on every rank, after ``parallelize`` and as a part of the same step, where there
+    are ``names``; the strategy that ``config`` names answers alone. ``module`` is what was given
+    to ``parallelize`` and has each of them. All ranks call such a method together; its body must
+    need no other rank, for each may run it differently, or raise. With gradients the backward that
+    follows is that of a forward. Without an implementation the methods are left as they are, and
+    refused if ``model`` is a wrapper around ``module``.
     """
 
 

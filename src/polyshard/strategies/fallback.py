@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -13,8 +13,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from polyshard.config.base import DistributedConfig
+from polyshard.exceptions import UnsupportedError
 from polyshard.parameters.names import strip_wrappers
 from polyshard.registry.hookspecs import hookimpl
+
+
+@hookimpl
+def add_methods(
+    config: DistributedConfig, model: nn.Module, module: nn.Module, names: Sequence[str]
+) -> None:
+    """Leave the methods of a model that is the user's own module as they are.
+
+    Raises:
+        UnsupportedError: It is a wrapper, which does not have them.
+    """
+    if model is not module:
+        raise UnsupportedError(
+            f"methods: expected a strategy that makes methods work through its wrapper, found "
+            f"{config.strategy!r}, whose {type(model).__name__} would not run {', '.join(names)} "
+            "right; leave methods out, and call the model alone"
+        )
 
 
 @hookimpl

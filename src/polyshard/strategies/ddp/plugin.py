@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from polyshard.registry.hookspecs import hookimpl
 from polyshard.strategies import fallback
 from polyshard.strategies.ddp import gradients, rebuild, wrap
+from polyshard.strategies.ddp.model import DataParallelModel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -30,6 +31,13 @@ def parallelize(
 ) -> tuple[nn.Module, Optimizer | None]:
     """Wrap the model in ``DistributedDataParallel``; the optimizer stays the same object."""
     return wrap.wrap(config, model, mesh, optimizer), optimizer
+
+
+@hookimpl
+def add_methods(model: nn.Module, names: Sequence[str]) -> None:
+    """Let methods of the module inside the wrapper run as its forward does."""
+    if isinstance(model, DataParallelModel):
+        model.add_methods(names)
 
 
 @hookimpl

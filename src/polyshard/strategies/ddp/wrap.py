@@ -11,6 +11,7 @@ from polyshard.mesh.devices import mesh_device
 from polyshard.parameters.optimizer_binding import rebind, record_names
 from polyshard.strategies.ddp.guard import DDPGuard
 from polyshard.strategies.ddp.mesh import data_parallel_group
+from polyshard.strategies.ddp.model import DataParallelModel
 from polyshard.transforms.activation_checkpointing import checkpoint_mode, checkpoint_units
 from polyshard.transforms.autocast import autocast_forward
 from polyshard.transforms.checks import require_materialized, require_parameters
@@ -60,7 +61,7 @@ def wrap(
         autocast_forward(model, dtype, next(model.parameters()).device.type)
     if group is None:
         return model
-    wrapper = DistributedDataParallel(
+    wrapper = DataParallelModel(
         model,
         device_ids=None if device.type == "cpu" else [device],
         process_group=group,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from polyshard.parameters.guard import ParameterGuard
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from polyshard.parameters.slots import ParameterSlot
 
-__all__ = ["FSDP2Guard", "follow_registered_parameters"]
+__all__ = ["FSDP2Guard", "Gathering", "follow_registered_parameters"]
 
 
 class FSDP2Guard(ParameterGuard):
@@ -26,10 +27,14 @@ class FSDP2Guard(ParameterGuard):
 
     Args:
         model: The root on which ``fully_shard`` was called.
+
+    Attributes:
+        gathered: Whether a method is running that has gathered the whole model before.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, model)
+        self.gathered = False
         self.sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.records: dict[tuple[nn.Module, str], Any] = {}
         for record in _records(model):
@@ -44,6 +49,8 @@ class FSDP2Guard(ParameterGuard):
         Where no backward followed it, the gathered values have been kept, and are old if the
         optimizer stepped since.
         """
+        if self.gathered:
+            return  # what was looked at when the method began is what the model computes with
         super().before_forward(*arguments)
         if torch.compiler.is_compiling():
             return
@@ -59,14 +66,79 @@ class FSDP2Guard(ParameterGuard):
         )
 
 
+class Gathering:
+    """A model that is gathered as a whole, so that forwards inside of it meet no other rank.
+
+    Args:
+        model: The root on which ``fully_shard`` was called, sharded.
+
+    Attributes:
+        trains: Whether there will be a backward.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.trains = False
+        self.states = list(_states(model))
+        self.groups = [group for state in self.states for group in state._fsdp_param_groups]
+        self.kept: list[tuple[Any, Any, int]] = []
+
+    def enter(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather everything, and return the arguments as the root's forward would have them."""
+        root = self.states[0]
+        root._lazy_init()
+        self.order = root._comm_ctx.post_forward_order
+        self.calls = len(self.order)
+        for group in self.groups:
+            self.kept.append(
+                (group, group.post_forward_mesh_info, len(group._post_forward_indices))
+            )
+            group.post_forward_mesh_info = None  # it is not sharded again after a forward
+        args, kwargs = root._pre_forward(self.model, args, kwargs)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        return args, kwargs
+
+    def leave(self, args: tuple[Any, ...], output: Any) -> Any:
+        """Return what a method returned, such that its backward gathers what it needs."""
+        return self.states[0]._post_forward(self.model, args, output)
+
+    def undo(self) -> None:
+        """Shard everything, from wherever the method was left."""
+        for state in self.states:
+            state._training_state = TrainingState.IDLE
+            state._state_ctx.iter_forward_root = None
+            state._modules_to_run_forward.clear()
+        for group, after_forward, calls in self.kept:
+            group.post_forward_mesh_info = after_forward
+            group._training_state = TrainingState.IDLE
+            if not self.trains:
+                # The next backward would gather ahead in the order of these forwards, of which
+                # another rank may have run none.
+                del group._post_forward_indices[calls:]
+        if self.kept and not self.trains:
+            del self.order[self.calls :]
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 def follow_registered_parameters(model: nn.Module) -> None:
     """Make ``fully_shard`` gather from the sharded parameters that are registered now."""
     for record in _records(model):
         record.reset_sharded_param()
 
 
-def _records(model: nn.Module) -> Iterator[Any]:
+def _states(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
-                yield from group.fsdp_params
+            yield module._get_fsdp_state()
+
+
+def _records(model: nn.Module) -> Iterator[Any]:
+    for state in _states(model):
+        for group in state._fsdp_param_groups:
+            yield from group.fsdp_params

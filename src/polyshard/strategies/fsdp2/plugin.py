@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from polyshard.registry.hookspecs import hookimpl
-from polyshard.strategies.fsdp2 import gradients, rebuild
+from polyshard.strategies.fsdp2 import gradients, methods, rebuild
 from polyshard.strategies.fsdp2.wrap import wrap
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from torch import nn
@@ -31,6 +32,12 @@ def parallelize(
     """Shard the model in place; the optimizer stays the same object with new parameters."""
     wrap(config, model, mesh, optimizer)
     return model, optimizer
+
+
+@hookimpl
+def add_methods(model: nn.Module, names: Sequence[str]) -> None:
+    """Let methods gather the whole model before they begin."""
+    methods.add_methods(model, names)
 
 
 @hookimpl
