@@ -28,7 +28,7 @@ from polyshard import (
     available_strategies,
     process_groups,
 )
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 
 WORLD_SIZE = 8
 WARMUP, ROUNDS = 2, 10

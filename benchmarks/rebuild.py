@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import polyshard
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 from polyshard.lifecycle.state_dict import parameter_bytes
 from polyshard.parameters.guard import ParameterGuard
 

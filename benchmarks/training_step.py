@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import polyshard
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 
 WIDTH, BATCH = 512, 32
 BLOCKS, BLOCKS_FOR_MEMORY = 6, 24  # 25 and 100 MB of parameters, the more the less noise

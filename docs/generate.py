@@ -13,7 +13,7 @@ import click
 
 from polyshard import DistributedConfig, MixedPrecision, ParallelismSizes
 from polyshard.cli.app import polyshard as command_group
-from polyshard.conformance.changes import CHANGES
+from polyshard.conformance.parameter_changes import CHANGES
 from polyshard.conformance.rebuild_suite import RebuildConformance
 from polyshard.registry.registry import default_registry
 from polyshard.registry.schema import describe_class
@@ -131,13 +131,13 @@ while the others wait for them, and where torch notices nothing it is refused.
 `polyshard.load_full_state_dict` loads what the first rank has under every strategy.
 
 Each cell is a test, at 1, 2 and 4 ranks (on one rank Megatron-FSDP wraps nothing, and is tested
-under stage 3 alone): `tests/rebuild/test_matrix.py` and
+under stage 3 alone): `tests/lifecycle/test_rebuild_matrix.py` and
 `plugins/polyshard-megatron-fsdp/tests/state/test_rebuild_matrix.py`, from which `docs/generate.py`
 writes this page. There a few of the changes are tried under replicas and context parallelism, too.
 """
 
 REBUILD_TESTS = (
-    "tests/rebuild/test_matrix.py",
+    "tests/lifecycle/test_rebuild_matrix.py",
     "plugins/polyshard-megatron-fsdp/tests/state/test_rebuild_matrix.py",
 )
 

@@ -7,14 +7,9 @@ import torch
 from attrs import evolve
 
 from polyshard.conformance.models import BATCH, MODELS, build_model, global_batch
-from polyshard.conformance.parity import (
-    TOLERANCE,
-    ParityError,
-    Recipe,
-    assert_parity,
-    assert_same_weights,
-    train_plain,
-)
+from polyshard.conformance.parity import TOLERANCE, ParityError, assert_parity, assert_same_weights
+from polyshard.conformance.recipes import Recipe
+from polyshard.conformance.trainings import train_plain
 
 RECIPE = Recipe(steps=2, max_norm=0.1, evaluate="after step")
 

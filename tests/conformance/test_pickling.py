@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from polyshard.conformance import _pickling
+from polyshard.conformance.ranks import pickling
 
 
 @pytest.fixture
@@ -38,13 +38,13 @@ def unpickle_elsewhere(pickled, tmp_path):
 
 def test_a_module_of_no_importable_name_is_loaded_from_its_file(load, tmp_path):
     module = load("def answer():\n    return 42, __name__\n")
-    found = unpickle_elsewhere(_pickling.dumps(module.answer), tmp_path)
+    found = unpickle_elsewhere(pickling.dumps(module.answer), tmp_path)
     assert found.stdout.strip() == "(42, 'no.such.package.test_something')", found.stderr
 
 
 def test_a_name_that_leads_to_another_file_is_not_followed(load, tmp_path):
     module = load("def loads():\n    return 'ours'\n", name="json")
-    found = unpickle_elsewhere(_pickling.dumps(module.loads), tmp_path)
+    found = unpickle_elsewhere(pickling.dumps(module.loads), tmp_path)
     assert found.stdout.strip() == "ours", found.stderr
 
 
@@ -53,32 +53,32 @@ def test_instances_and_nested_classes_are_found(load, tmp_path):
         "class Outer:\n    class Inner:\n        def __call__(self):\n            return 'in'\n"
     )
     module = load(source)
-    found = unpickle_elsewhere(_pickling.dumps(module.Outer.Inner()), tmp_path)
+    found = unpickle_elsewhere(pickling.dumps(module.Outer.Inner()), tmp_path)
     assert found.stdout.strip() == "in", found.stderr
 
 
 def test_what_the_file_fails_to_import_is_the_error(load, tmp_path):
     module = load("def answer():\n    return 42\n")
-    pickled = _pickling.dumps(module.answer)
+    pickled = pickling.dumps(module.answer)
     (tmp_path / "test_something.py").write_text("import absent_dependency\n")
     assert "No module named 'absent_dependency'" in unpickle_elsewhere(pickled, tmp_path).stderr
 
 
 def test_within_one_process_the_very_object_comes_back(load):
     module = load("def answer():\n    return 42\n")
-    assert pickle.loads(_pickling.dumps(module.answer)) is module.answer
-    assert pickle.loads(_pickling.dumps(pytest.fixture)) is pytest.fixture
-    assert pickle.loads(_pickling.dumps([int, len, dict])) == [int, len, dict]
+    assert pickle.loads(pickling.dumps(module.answer)) is module.answer
+    assert pickle.loads(pickling.dumps(pytest.fixture)) is pytest.fixture
+    assert pickle.loads(pickling.dumps([int, len, dict])) == [int, len, dict]
 
 
 def test_a_scripts_own_function_is_sent_without_running_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from polyshard.conformance import _pickling\n"
+        "from polyshard.conformance.ranks import pickling\n"
         "def answer():\n    return 42, __name__\n"
         "if __name__ == '__main__':\n"
         "    import sys\n"
-        "    sys.stdout.buffer.write(_pickling.dumps(answer))\n"
+        "    sys.stdout.buffer.write(pickling.dumps(answer))\n"
     )
     sent = subprocess.run([sys.executable, script], capture_output=True, check=True).stdout
     found = unpickle_elsewhere(sent, tmp_path)
@@ -88,4 +88,4 @@ def test_a_scripts_own_function_is_sent_without_running_the_script(tmp_path):
 @pytest.mark.parametrize("value", [lambda: None, (_ for _ in ())], ids=["lambda", "generator"])
 def test_what_cannot_be_sent_is_a_type_error_that_says_what_can(value):
     with pytest.raises(TypeError, match="top level of a module"):
-        _pickling.dumps(value)
+        pickling.dumps(value)

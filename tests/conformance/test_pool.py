@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from polyshard.conformance.failures import RanksFailed
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool, RanksFailed
 
 marks_left_by_runs = []
 
@@ -327,7 +326,7 @@ def test_ranks_do_not_outlive_a_killed_caller(tmp_path):
     script = tmp_path / "caller.py"
     script.write_text(
         "import os, time\n"
-        "from polyshard.conformance.pool import RankPool\n"
+        "from polyshard.conformance import RankPool\n"
         "pool = RankPool(1, process_group=False)\n"
         "pool.run(os.getpid)\n"
         "print(*pool.pids, flush=True)\n"
@@ -342,5 +341,5 @@ def test_ranks_do_not_outlive_a_killed_caller(tmp_path):
 
 
 def test_the_caller_does_not_import_torch():
-    program = "import sys, polyshard.conformance.pool; sys.exit('torch' in sys.modules)"
+    program = "import sys, polyshard.conformance.ranks.pool; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)

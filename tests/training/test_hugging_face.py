@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from polyshard.config.structuring import KeyPathError, structure
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 from polyshard.processes.process_group import RankInfo
 from polyshard.training.config import TrainingConfig
 from polyshard.training.jobs import run

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 
 from polyshard import ParallelismSizes
 from polyshard.config.structuring import KeyPathError, structure
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 from polyshard.mesh.process_groups import group_timeout
 from polyshard.processes.process_group import RankInfo
 from polyshard.training.config import TrainingConfig

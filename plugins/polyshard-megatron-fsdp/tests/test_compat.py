@@ -13,14 +13,9 @@ from torch.optim import SGD
 import polyshard
 from polyshard import full_state_dict
 from polyshard.conformance.models import build_model
-from polyshard.conformance.parity import (
-    Outcome,
-    Recipe,
-    Training,
-    assert_parity,
-    build_optimizer,
-    train_plain,
-)
+from polyshard.conformance.parity import assert_parity
+from polyshard.conformance.recipes import Outcome, Recipe, build_optimizer
+from polyshard.conformance.trainings import Training, train_plain
 from polyshard.exceptions import ConfigError, MeshError, UnsupportedError
 from polyshard_megatron_fsdp import (
     HAS_MEGATRON_FSDP,

@@ -7,8 +7,8 @@ import torch
 from torch.optim import SGD, AdamW, Optimizer
 
 from polyshard import full_state_dict, maybe_shard_optimizer, parallelize
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import OptimizerNotShardableError
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 

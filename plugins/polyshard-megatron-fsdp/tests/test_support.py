@@ -19,14 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from polyshard import maybe_shard_optimizer, parallelize
 from polyshard.conformance.models import TinyModel, build_model
-from polyshard.conformance.parity import (
-    Outcome,
-    Recipe,
-    Training,
-    assert_parity,
-    build_optimizer,
-    train_plain,
-)
+from polyshard.conformance.parity import assert_parity
+from polyshard.conformance.recipes import Outcome, Recipe, build_optimizer
+from polyshard.conformance.trainings import Training, train_plain
 from polyshard.exceptions import PolyshardError
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 

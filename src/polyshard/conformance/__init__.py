@@ -7,16 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from polyshard.conformance.failures import RanksFailed as RanksFailed
-    from polyshard.conformance.pool import RankPool as RankPool
+    from polyshard.conformance.ranks.failures import RanksFailed as RanksFailed
+    from polyshard.conformance.ranks.pool import RankPool as RankPool
     from polyshard.conformance.rebuild_suite import RebuildConformance as RebuildConformance
     from polyshard.conformance.suite import Deviation as Deviation
     from polyshard.conformance.suite import StrategyConformance as StrategyConformance
 
 _HOMES = {
     "Deviation": "polyshard.conformance.suite",
-    "RankPool": "polyshard.conformance.pool",
-    "RanksFailed": "polyshard.conformance.failures",
+    "RankPool": "polyshard.conformance.ranks.pool",
+    "RanksFailed": "polyshard.conformance.ranks.failures",
     "RebuildConformance": "polyshard.conformance.rebuild_suite",
     "StrategyConformance": "polyshard.conformance.suite",
 }

@@ -15,15 +15,9 @@ from attrs import frozen
 from torch import Tensor
 
 from polyshard.conformance.models import TiedModel, global_batch, inputs_and_targets
-from polyshard.conformance.parity import (
-    TOLERANCE,
-    ParityError,
-    Recipe,
-    Training,
-    assert_same_weights,
-    build_optimizer,
-    mesh_of,
-)
+from polyshard.conformance.parity import TOLERANCE, ParityError, assert_same_weights
+from polyshard.conformance.recipes import Recipe, build_optimizer
+from polyshard.conformance.trainings import Training, mesh_of
 from polyshard.lifecycle.parallelize import maybe_shard_optimizer, parallelize
 from polyshard.lifecycle.state_dict import full_state_dict
 

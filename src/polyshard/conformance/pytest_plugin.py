@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance.ranks.pool import RankPool
 from polyshard.registry.discovery import canonical_name, find_strategies
 
 if TYPE_CHECKING:

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import attrs
 import pytest
 
-from polyshard.conformance import rebuilds
-from polyshard.conformance.changes import CHANGES
+from polyshard.conformance import rebuild_scenarios
 from polyshard.conformance.models import build_model, stamp, stamps_of
-from polyshard.conformance.parity import Outcome, assert_parity, train_plain
-from polyshard.conformance.rebuilds import FRESH, RECIPE, Trained
+from polyshard.conformance.parameter_changes import CHANGES
+from polyshard.conformance.parity import assert_parity
+from polyshard.conformance.rebuild_scenarios import FRESH, RECIPE, Trained
+from polyshard.conformance.recipes import Outcome
+from polyshard.conformance.trainings import train_plain
 
 if TYPE_CHECKING:
     from polyshard.config.base import DistributedConfig
     from polyshard.config.parallelism import ParallelismSizes
-    from polyshard.conformance.pool import RankPool
-    from polyshard.conformance.rebuilds import When
+    from polyshard.conformance.ranks.pool import RankPool
+    from polyshard.conformance.rebuild_scenarios import When
 
 __all__ = ["TELLING", "RebuildConformance"]
 
@@ -100,7 +102,7 @@ class RebuildConformance:
         The first forward included, with an optimizer built before the change and one built after.
         What the user set on a Parameter is on it after the wrap and the change; a fresh value wins.
         """
-        results = self._run(ranks, rebuilds.train_after, change, when)
+        results = self._run(ranks, rebuild_scenarios.train_after, change, when)
         if self.refuses(change, world_size):
             _assert_refused(results, self.refusals[change])
         else:
@@ -108,13 +110,13 @@ class RebuildConformance:
 
     def test_refusal_leaves_the_model_as_it_was(self, ranks: RankPool, change: str) -> None:
         """What no strategy takes is refused, and training goes on as if it had not been tried."""
-        results = self._run(ranks, rebuilds.train_after_refusal, change)
+        results = self._run(ranks, rebuild_scenarios.train_after_refusal, change)
         _assert_refused([refusal for refusal, _ in results], self.refusals.get(change, "expected"))
         _assert_as_before([outcome for _, outcome in results])
 
     def test_optimizer_built_inside(self, ranks: RankPool, change: str) -> None:
         """An optimizer that the body built on its own Parameters trains right or is refused."""
-        results = self._run(ranks, rebuilds.train_after, change, "inside")
+        results = self._run(ranks, rebuild_scenarios.train_after, change, "inside")
         if any(isinstance(result, str) for result in results):
             _assert_refused(results, "build")
         else:
@@ -124,13 +126,13 @@ class RebuildConformance:
         self, ranks: RankPool, world_size: int, change: str
     ) -> None:
         """Outside of ``rebuild`` it trains right all the same, or the next step says what to do."""
-        results = self._run(ranks, rebuilds.train_unannounced, change)
+        results = self._run(ranks, rebuild_scenarios.train_unannounced, change)
         must_fail = CHANGES[change].expected is None
         if must_fail or any(isinstance(result, str) for result in results):
             _assert_refused(results, *_CURES, self.refusals.get(change, _CURES[0]))
         else:
             outcomes = [result for result in results if isinstance(result, Outcome)]
-            assert_parity(outcomes, rebuilds.train_plain_after(change, "before"), RECIPE)
+            assert_parity(outcomes, rebuild_scenarios.train_plain_after(change, "before"), RECIPE)
 
     def test_hooks_apart_on_several_parts(self, ranks: RankPool) -> None:
         """``pre_rebuild`` and ``post_rebuild`` do apart what ``rebuild`` does, of a list of models.
@@ -138,14 +140,14 @@ class RebuildConformance:
         The last thing before them is a forward without gradients.
         """
         recipe = attrs.evolve(RECIPE, evaluate="after step")
-        expected = rebuilds.train_plain_after("new", "before", recipe)
-        for outcomes in self._run(ranks, rebuilds.train_parts_after_hooks, "new", recipe):
+        expected = rebuild_scenarios.train_plain_after("new", "before", recipe)
+        for outcomes in self._run(ranks, rebuild_scenarios.train_parts_after_hooks, "new", recipe):
             assert_parity(outcomes, expected, recipe)
 
     def test_loading_what_the_first_rank_has(self, ranks: RankPool) -> None:
         """``load_full_state_dict`` of unsharded tensors, then training from these values."""
-        outcomes = self._run(ranks, rebuilds.train_after_loading)
-        assert_parity(outcomes, rebuilds.train_plain_after("load", "before"), RECIPE)
+        outcomes = self._run(ranks, rebuild_scenarios.train_after_loading)
+        assert_parity(outcomes, rebuild_scenarios.train_plain_after("load", "before"), RECIPE)
 
     def test_a_body_that_fails_on_one_rank_fails_on_all(
         self, ranks: RankPool, world_size: int
@@ -155,7 +157,7 @@ class RebuildConformance:
         The model trains as before.
         """
         culprit = world_size - 1
-        results = self._run(ranks, rebuilds.fail_in_body, culprit)
+        results = self._run(ranks, rebuild_scenarios.fail_in_body, culprit)
         own = "ValueError: raised in the body"
         for rank, (message, _) in enumerate(results):
             by_peer = f"PeerFailedError: rebuild: rank {culprit} failed first: {own}"
@@ -174,7 +176,7 @@ def _assert_trained(results: Sequence[Trained | str], change: str, when: When) -
     trained = [result for result in results if isinstance(result, Trained)]
     assert len(trained) == len(results), results
     outcomes = [result.outcome for result in trained]
-    assert_parity(outcomes, rebuilds.train_plain_after(change, when), RECIPE)
+    assert_parity(outcomes, rebuild_scenarios.train_plain_after(change, when), RECIPE)
     model = build_model(RECIPE.model)
     stamp(model)
     for result in trained:

@@ -17,15 +17,8 @@ from attrs import define, frozen
 from torch import Tensor, nn
 
 from polyshard.conformance.models import build_model, stamp, stamps_of
-from polyshard.conformance.parity import (
-    Outcome,
-    Recipe,
-    Training,
-    build_optimizer,
-    mesh_of,
-    start,
-    wrap,
-)
+from polyshard.conformance.recipes import Outcome, Recipe, build_optimizer
+from polyshard.conformance.trainings import Training, mesh_of, start, wrap
 from polyshard.exceptions import PeerFailedError, PolyshardError
 from polyshard.lifecycle.gradients import accumulate
 from polyshard.lifecycle.parallelize import maybe_shard_optimizer, parallelize

@@ -14,19 +14,14 @@ import pytest
 from polyshard.conformance import scenarios
 from polyshard.conformance.layouts import LAYOUTS, layouts_of
 from polyshard.conformance.models import MODELS, build_model, stamp, stamps_of
-from polyshard.conformance.parity import (
-    Outcome,
-    Recipe,
-    assert_parity,
-    assert_same_weights,
-    train_plain,
-    train_under,
-)
+from polyshard.conformance.parity import assert_parity, assert_same_weights
+from polyshard.conformance.recipes import Outcome, Recipe
+from polyshard.conformance.trainings import train_plain, train_under
 
 if TYPE_CHECKING:
     from polyshard.config.base import DistributedConfig
     from polyshard.config.parallelism import ParallelismSizes
-    from polyshard.conformance.pool import RankPool
+    from polyshard.conformance.ranks.pool import RankPool
 
 __all__ = ["Deviation", "StrategyConformance"]
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from polyshard import DDPConfig, accumulate, parallelize
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 
 pytestmark = [pytest.mark.strategy("ddp"), pytest.mark.world_size(2)]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from polyshard import DDPConfig, parallelize
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model, global_batch, loss_of
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import RebuildError
 
 pytestmark = pytest.mark.strategy("ddp")

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 from polyshard.exceptions import MeshError
 from polyshard.strategies.ddp.mesh import data_parallel_group
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from polyshard import DDPConfig, full_state_dict, parallelize
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 
 pytestmark = pytest.mark.strategy("ddp")
 

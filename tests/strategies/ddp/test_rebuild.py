@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polyshard import DDPConfig, accumulate, parallelize, rebuild
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 
 pytestmark = [pytest.mark.strategy("ddp"), pytest.mark.world_size(2)]
 

@@ -9,9 +9,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polyshard import DDPConfig, parallelize
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model, global_batch, loss_of
-from polyshard.conformance.parity import Recipe, assert_parity, train_plain, train_under
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance.parity import assert_parity
+from polyshard.conformance.recipes import Recipe
+from polyshard.conformance.trainings import train_plain, train_under
 from polyshard.exceptions import ModelError, OptimizerError, UnitError
 
 pytestmark = pytest.mark.strategy("ddp")

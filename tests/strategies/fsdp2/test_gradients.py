@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from polyshard import FSDP2Config, accumulate, parallelize
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 
 pytestmark = [pytest.mark.strategy("fsdp2"), pytest.mark.world_size(2)]
 

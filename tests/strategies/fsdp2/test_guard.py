@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from polyshard import FSDP2Config, parallelize
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 
 pytestmark = [pytest.mark.strategy("fsdp2"), pytest.mark.world_size(2)]
 

@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 from polyshard.exceptions import MeshError
 from polyshard.strategies.fsdp2.mesh import sharding_mesh
 

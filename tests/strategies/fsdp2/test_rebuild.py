@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from polyshard import FSDP2Config, full_state_dict, parallelize, rebuild
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model
-from polyshard.conformance.pool import RankPool
 
 pytestmark = [pytest.mark.strategy("fsdp2"), pytest.mark.world_size(4)]
 

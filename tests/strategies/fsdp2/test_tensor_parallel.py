@@ -17,8 +17,8 @@ from polyshard import (
     full_state_dict,
     parallelize,
 )
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import PolyshardError
 
 pytestmark = pytest.mark.strategy("fsdp2")

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from polyshard import FSDP2Config, full_state_dict, parallelize
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import MODELS, TinyModel, build_model, global_batch, loss_of
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import ModelError, OptimizerError
 from polyshard.strategies.fsdp2.weights import check_dtypes, check_tensors, separable_units
 from polyshard.transforms.units import find_units

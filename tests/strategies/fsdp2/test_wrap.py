@@ -11,9 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from polyshard import FSDP2Config, ParallelismSizes, full_state_dict, parallelize
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model, global_batch, loss_of
-from polyshard.conformance.parity import Recipe, assert_parity, train_plain, train_under
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance.parity import assert_parity
+from polyshard.conformance.recipes import Recipe
+from polyshard.conformance.trainings import train_plain, train_under
 from polyshard.exceptions import (
     ConfigError,
     MeshError,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 
 
 @pytest.fixture(scope="module")

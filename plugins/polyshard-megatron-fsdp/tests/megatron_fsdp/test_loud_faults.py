@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import SGD
 
 from polyshard import clip_grad_norm
-from polyshard.conformance.failures import RanksFailed
+from polyshard.conformance import RanksFailed
 from polyshard.conformance.models import Block, build_model, global_batch, loss_of
 from polyshard_megatron_fsdp.megatron_fsdp.patches.cuda_shim import prepare
 

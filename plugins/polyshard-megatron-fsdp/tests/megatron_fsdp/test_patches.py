@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from polyshard.conformance.failures import RanksFailed
+from polyshard.conformance import RankPool, RanksFailed
 from polyshard.conformance.models import Block, build_model, global_batch, loss_of
-from polyshard.conformance.pool import RankPool
 from polyshard_megatron_fsdp.megatron_fsdp.patches import cuda_shim
 from polyshard_megatron_fsdp.megatron_fsdp.patches.modules import MODULE_PATCHES
 from polyshard_megatron_fsdp.megatron_fsdp.patches.table import PATCHES

@@ -15,16 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from polyshard import full_state_dict, parallelize, rebuild
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model
-from polyshard.conformance.parity import (
-    Outcome,
-    PlainTraining,
-    Recipe,
-    Training,
-    assert_parity,
-    build_optimizer,
-)
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance.parity import assert_parity
+from polyshard.conformance.recipes import Outcome, Recipe, build_optimizer
+from polyshard.conformance.trainings import PlainTraining, Training
 from polyshard.lifecycle import wrapped_models
 from polyshard.transforms.units import find_units
 from polyshard_megatron_fsdp import MegatronFSDPConfig

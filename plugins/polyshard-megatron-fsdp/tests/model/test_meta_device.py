@@ -10,15 +10,9 @@ from torch import Tensor, nn
 from polyshard import full_state_dict, maybe_shard_optimizer, parallelize
 from polyshard.config.parallelism import ParallelismSizes
 from polyshard.conformance.models import WIDTH, Block, TinyModel
-from polyshard.conformance.parity import (
-    Outcome,
-    PlainTraining,
-    Recipe,
-    Training,
-    assert_parity,
-    build_optimizer,
-    mesh_of,
-)
+from polyshard.conformance.parity import assert_parity
+from polyshard.conformance.recipes import Outcome, Recipe, build_optimizer
+from polyshard.conformance.trainings import PlainTraining, Training, mesh_of
 from polyshard.exceptions import ModelError, UnsupportedError
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 

@@ -12,13 +12,9 @@ from torch import Tensor, nn
 
 from polyshard import clip_grad_norm, full_state_dict, maybe_shard_optimizer, parallelize
 from polyshard.conformance.models import TinyModel, build_model, global_batch, loss_of
-from polyshard.conformance.parity import (
-    Recipe,
-    assert_parity,
-    build_optimizer,
-    train_plain,
-    train_under,
-)
+from polyshard.conformance.parity import assert_parity
+from polyshard.conformance.recipes import Recipe, build_optimizer
+from polyshard.conformance.trainings import train_plain, train_under
 from polyshard.exceptions import ModelError, PolyshardError, UnitError, UnsupportedError
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 from polyshard_megatron_fsdp.megatron_fsdp import version

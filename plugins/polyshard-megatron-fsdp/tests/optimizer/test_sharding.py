@@ -13,15 +13,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 from polyshard import maybe_shard_optimizer, parallelize
 from polyshard.config.parallelism import ParallelismSizes
 from polyshard.conformance.models import build_model
-from polyshard.conformance.parity import (
-    Outcome,
-    PlainTraining,
-    Recipe,
-    Training,
-    assert_parity,
-    assert_same_weights,
-    mesh_of,
-)
+from polyshard.conformance.parity import assert_parity, assert_same_weights
+from polyshard.conformance.recipes import Outcome, Recipe
+from polyshard.conformance.trainings import PlainTraining, Training, mesh_of
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 
 OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], Optimizer]] = {

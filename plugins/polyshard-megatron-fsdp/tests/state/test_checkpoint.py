@@ -11,15 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch.optim import SGD, AdamW, NAdam
 
 from polyshard import full_state_dict, maybe_shard_optimizer, parallelize
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model, global_batch, loss_of
-from polyshard.conformance.parity import (
-    Outcome,
-    PlainTraining,
-    Recipe,
-    Training,
-    assert_parity,
-)
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance.parity import assert_parity
+from polyshard.conformance.recipes import Outcome, Recipe
+from polyshard.conformance.trainings import PlainTraining, Training
 from polyshard.exceptions import RebuildError, UnsupportedError
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 

@@ -7,9 +7,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from polyshard import parallelize
-from polyshard.conformance.failures import RanksFailed
+from polyshard.conformance import RankPool, RanksFailed
 from polyshard.conformance.models import build_model
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import RebuildError
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 

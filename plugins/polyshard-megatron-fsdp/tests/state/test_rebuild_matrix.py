@@ -3,7 +3,7 @@
 import pytest
 
 from polyshard.config.parallelism import ParallelismSizes
-from polyshard.conformance.changes import CHANGES
+from polyshard.conformance.parameter_changes import CHANGES
 from polyshard.conformance.rebuild_suite import TELLING, RebuildConformance
 from polyshard_megatron_fsdp import MegatronFSDPConfig
 

@@ -7,8 +7,8 @@ import torch
 from torch import is_tensor
 
 from polyshard import full_state_dict, parallelize, rebuild, resolve_config
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model, global_batch, loss_of
-from polyshard.conformance.pool import RankPool
 
 each_strategy = pytest.mark.parametrize(
     "strategy",

@@ -18,7 +18,7 @@ from polyshard import (
     FSDP2Config,
     ParallelismSizes,
 )
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 from polyshard.exceptions import ConfigError, MeshError, StrategyNotFoundError
 
 

@@ -8,8 +8,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from polyshard import FSDP2Config, parallelize, rebuild
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model
-from polyshard.conformance.pool import RankPool
 
 pytestmark = pytest.mark.strategy("fsdp2")
 

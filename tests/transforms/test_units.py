@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from polyshard import parallelize, resolve_config
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import UnitError
 from polyshard.transforms.units import UnitSpec, find_units
 

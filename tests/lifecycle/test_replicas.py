@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from polyshard import DistributedSetup, FSDP2Config, parallelize
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 from polyshard.exceptions import PolyshardError, RanksDisagreeError
 from polyshard.lifecycle.replicas import check_replicas
 

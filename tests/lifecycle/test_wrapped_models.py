@@ -15,8 +15,8 @@ from torch.optim import SGD
 
 import polyshard
 from polyshard import DDPConfig, FSDP2Config
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import ConfigError, ModelError
 from polyshard.lifecycle.state_dict import parameter_bytes
 from polyshard.registry.resolve import resolve_config

@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 
 import polyshard
 from polyshard import DistributedConfig, DistributedSetup, hookimpl
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model, global_batch, loss_of
-from polyshard.conformance.pool import RankPool
 from polyshard.lifecycle.replicas import check_replicas
 from polyshard.mesh.process_groups import group_timeout
 

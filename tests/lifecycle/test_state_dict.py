@@ -9,8 +9,8 @@ from torch import Tensor
 
 import polyshard.lifecycle.state_dict
 from polyshard import DistributedSetup, full_state_dict, load_full_state_dict, parallelize
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import ModelError, PolyshardError
 from polyshard.registry.resolve import resolve_config
 

@@ -8,17 +8,10 @@ from typing import TYPE_CHECKING, Literal
 import torch.distributed as dist
 from attrs import frozen
 
-from polyshard.conformance.changes import CHANGES, Values
 from polyshard.conformance.models import TinyModel, build_model, stamp, stamps_of
-from polyshard.conformance.parity import (
-    Outcome,
-    PlainTraining,
-    Recipe,
-    Training,
-    build_optimizer,
-    mesh_of,
-    start,
-)
+from polyshard.conformance.parameter_changes import CHANGES, Values
+from polyshard.conformance.recipes import Outcome, Recipe, build_optimizer
+from polyshard.conformance.trainings import PlainTraining, Training, mesh_of, start
 from polyshard.exceptions import OptimizerError, PeerFailedError, RebuildError
 from polyshard.lifecycle.parallelize import maybe_shard_optimizer, parallelize
 from polyshard.lifecycle.rebuild import post_rebuild, pre_rebuild, rebuild

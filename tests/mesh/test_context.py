@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import polyshard
 from polyshard import MeshAxisName, MeshContext, ParallelismSizes
-from polyshard.conformance.failures import RanksFailed
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool, RanksFailed
 from polyshard.exceptions import ConfigError, MeshError
 from polyshard.mesh.process_groups import group_timeout
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from polyshard import DistributedSetup, parallelize, resolve_config
 from polyshard.cli import main
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import MeshError, PolyshardError
 
 each_strategy = pytest.mark.parametrize(

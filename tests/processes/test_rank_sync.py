@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from polyshard.conformance.failures import RanksFailed
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool, RanksFailed
 from polyshard.exceptions import PeerFailedError, RanksDisagreeError
 from polyshard.mesh.devices import mesh_ranks
 from polyshard.processes.process_group import world_size

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import AdamW, Optimizer
 
 from polyshard import DistributedSetup
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model, global_batch, loss_of
-from polyshard.conformance.pool import RankPool
 
 MEGATRON_FSDP = pytest.param("megatron_fsdp", marks=pytest.mark.strategy("megatron_fsdp"))
 STRATEGIES = ["ddp", "fsdp2", MEGATRON_FSDP]

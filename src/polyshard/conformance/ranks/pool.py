@@ -14,16 +14,16 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from polyshard.conformance import _pickling
-from polyshard.conformance._process import Worker
-from polyshard.conformance._worker import Returned, join_world
-from polyshard.conformance.failures import RanksFailed
+from polyshard.conformance.ranks import pickling
+from polyshard.conformance.ranks.failures import RanksFailed
+from polyshard.conformance.ranks.process import Worker
+from polyshard.conformance.ranks.worker import Returned, join_world
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from polyshard.conformance.failures import FailureKind, RankFailure
+    from polyshard.conformance.ranks.failures import FailureKind, RankFailure
 
 _Result = TypeVar("_Result")
 
@@ -108,7 +108,7 @@ class RankPool:
             RanksFailed: Some rank raised, crashed or did not return in time.
             TypeError: The function or an argument cannot be sent.
         """
-        job = _pickling.dumps((function, args, kwargs))
+        job = pickling.dumps((function, args, kwargs))
         try:
             if not self._workers:
                 self._start()
@@ -146,7 +146,7 @@ class RankPool:
             worker = Worker(rank, folder, env=self._environment_of(rank), cwd=self._cwd)
             self._workers.append(worker)
             place = (self._import_path, store, rank, self.world_size)
-            jobs.append(_pickling.dumps((join_world, place, {})))
+            jobs.append(pickling.dumps((join_world, place, {})))
         self._exchange("the start of the ranks", jobs, _START_TIMEOUT)
 
     def _environment_of(self, rank: int) -> dict[str, str]:

@@ -15,14 +15,14 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any
 
-from polyshard.conformance.failures import FailureKind, RankFailure
+from polyshard.conformance.ranks.failures import FailureKind, RankFailure
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from polyshard.conformance._worker import Returned
+    from polyshard.conformance.ranks.worker import Returned
 
-_MAIN = "from polyshard.conformance._worker import main; main()"
+_MAIN = "from polyshard.conformance.ranks.worker import main; main()"
 _OUTPUT_LIMIT = 8_000  # characters, the last ones, of what a rank wrote
 _STACKS_PATIENCE = 2.0  # seconds
 
@@ -54,6 +54,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
+        """The process's id."""
         return self._process.pid
 
     def send(self, job: bytes) -> None:

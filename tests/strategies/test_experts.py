@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from polyshard import clip_grad_norm, full_state_dict, maybe_shard_optimizer, parallelize
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 from polyshard.registry.resolve import resolve_config
 from polyshard.transforms.units import find_units
 

@@ -18,7 +18,7 @@ from polyshard.registry.registry import StrategyRegistry, default_registry
 from polyshard.registry.schema import describe_class, file_schema
 from polyshard.training.config import TrainingConfig, read_run
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 
 ACCEPTED = [
     "distributed: null",

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from polyshard import DDPConfig, DistributedConfig, FSDP2Config, parallelize, resolve_config
+from polyshard.conformance import RankPool
 from polyshard.conformance.methods import ModelWithMethods, assert_methods_work, use_methods
 from polyshard.conformance.models import global_batch
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import (
     ModelError,
     PeerFailedError,

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from polyshard import full_state_dict, parallelize, resolve_config
+from polyshard.conformance import RankPool
 from polyshard.conformance.models import build_model, global_batch, loss_of
-from polyshard.conformance.pool import RankPool
 from polyshard.exceptions import RebuildError
 
 each_strategy = pytest.mark.parametrize(

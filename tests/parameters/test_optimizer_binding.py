@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 from polyshard.exceptions import OptimizerError
 from polyshard.parameters.dtensors import shard_like
 from polyshard.parameters.names import canonical_name, canonical_parameters, strip_wrappers

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from polyshard.conformance.failures import RankFailure
+from polyshard.conformance.ranks.failures import RankFailure
 
 # A process group that a function leaves behind keeps its sockets, and a process may often have no
 # more than 1,024 files open.

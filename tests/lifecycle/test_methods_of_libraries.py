@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from polyshard import full_state_dict, maybe_shard_optimizer, parallelize, resolve_config
-from polyshard.conformance.pool import RankPool
+from polyshard.conformance import RankPool
 
 transformers = pytest.importorskip("transformers", reason="needs the extra polyshard[hf]")
 
