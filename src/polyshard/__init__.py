@@ -4,8 +4,9 @@ Public names are resolved at first access, so that importing the package loads n
 torch nor any strategy.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from polyshard._lazy import lazy_names
 
 if TYPE_CHECKING:
     from polyshard.config.base import DistributedConfig as DistributedConfig
@@ -68,16 +69,4 @@ _HOMES = {
 
 __all__ = ["__version__", *sorted(_HOMES)]
 
-
-def __getattr__(name: str) -> object:
-    try:
-        home = _HOMES[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)

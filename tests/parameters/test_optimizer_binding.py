@@ -12,7 +12,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from polyshard.conformance import RankPool
 from polyshard.exceptions import OptimizerError
 from polyshard.parameters.dtensors import shard_like
-from polyshard.parameters.names import canonical_name, canonical_parameters, strip_wrappers
+from polyshard.parameters.names import (
+    canonical_parameter_name,
+    canonical_parameters,
+    strip_wrappers,
+)
 from polyshard.parameters.optimizer_binding import rebind, record_names, split_mixed_groups
 
 
@@ -26,7 +30,7 @@ from polyshard.parameters.optimizer_binding import rebind, record_names, split_m
     ],
 )
 def test_names_without_what_wrappers_add(name: str, canonical: str, own: str) -> None:
-    assert canonical_name(name) == canonical
+    assert canonical_parameter_name(name) == canonical
     assert strip_wrappers(name) == own
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from polyshard._describe import describe_owner
 from polyshard.exceptions import PluginError
-from polyshard.registry.discovery import canonical_name, find_strategies
+from polyshard.registry.discovery import canonical_strategy_name, find_strategies
 
 Install = Callable[..., Path]
 
@@ -146,7 +146,7 @@ def test_a_plugin_in_a_namespace_package_is_found(install: Install) -> None:
 
 @pytest.mark.parametrize("name", ["Megatron-FSDP", "megatron_fsdp", " MEGATRON-fsdp "])
 def test_names_are_compared_in_one_form(name: str) -> None:
-    assert canonical_name(name) == "megatron_fsdp"
+    assert canonical_strategy_name(name) == "megatron_fsdp"
 
 
 def test_the_owner_of_code_is_its_distribution_or_its_module() -> None:

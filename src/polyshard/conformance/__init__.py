@@ -3,8 +3,9 @@
 Public names are resolved at first access: ranks alone need neither torch nor pytest.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from polyshard._lazy import lazy_names
 
 if TYPE_CHECKING:
     from polyshard.conformance.ranks.failures import RanksFailed as RanksFailed
@@ -23,12 +24,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polyshard.parameters.names import canonical_name
+from polyshard.parameters.names import canonical_parameter_name
 
 __all__ = [
     "BATCH",
@@ -230,13 +230,13 @@ def build_model(name: str, *, seed: int = 0) -> TinyModel:
 def stamp(model: nn.Module) -> None:
     """Set the attribute ``stamp`` on each Parameter, as scripts mark what is special about it."""
     for name, parameter in model.named_parameters():
-        parameter.stamp = canonical_name(name)  # type: ignore[attr-defined]
+        parameter.stamp = canonical_parameter_name(name)  # type: ignore[attr-defined]
 
 
 def stamps_of(model: nn.Module) -> dict[str, str | None]:
     """Return the stamp that is found under each name of a Parameter, which is its first one."""
     return {
-        canonical_name(name): getattr(parameter, "stamp", None)
+        canonical_parameter_name(name): getattr(parameter, "stamp", None)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 

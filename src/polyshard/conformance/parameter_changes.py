@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from polyshard.conformance.models import TinyModel
-from polyshard.parameters.names import canonical_name
+from polyshard.parameters.dtensors import local_of
+from polyshard.parameters.names import canonical_parameter_name
 
 __all__ = ["CHANGES", "Change", "Values"]
 
@@ -52,7 +52,7 @@ def _nothing(module: TinyModel, values: Values) -> None:
 
 
 def _replace(module: TinyModel, values: Values) -> None:
-    _replace_all(module, lambda name, _: values[canonical_name(name)].clone())
+    _replace_all(module, lambda name, _: values[canonical_parameter_name(name)].clone())
 
 
 def _replace_over_storage(module: TinyModel, values: Values) -> None:
@@ -183,7 +183,7 @@ def _empty_and_load(module: TinyModel, values: Values) -> None:
 def _halve_shards(module: TinyModel, values: Values) -> None:
     with torch.no_grad():
         for tensor in (*module.parameters(), *module.buffers()):
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_of(tensor)
             local.copy_(local * 0.5)
 
 

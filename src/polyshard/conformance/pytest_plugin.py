@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from polyshard.conformance.ranks.pool import RankPool
-from polyshard.registry.discovery import canonical_name, find_strategies
+from polyshard.registry.discovery import canonical_strategy_name, find_strategies
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,7 +117,7 @@ def _positive(text: str) -> int:
 
 def _requested_strategies(config: pytest.Config) -> set[str]:
     """Return the registered names behind ``--strategy``; a name of none is a usage error."""
-    requested = set(map(canonical_name, config.getoption("--strategy")))
+    requested = set(map(canonical_strategy_name, config.getoption("--strategy")))
     if not requested:
         return requested
     found = find_strategies()
@@ -137,7 +137,11 @@ def _has_size(item: pytest.Item, sizes: list[int]) -> bool:
 
 
 def _is_about(item: pytest.Item, strategies: set[str]) -> bool:
-    names = {canonical_name(name) for mark in item.iter_markers("strategy") for name in mark.args}
+    names = {
+        canonical_strategy_name(name)
+        for mark in item.iter_markers("strategy")
+        for name in mark.args
+    }
     return not strategies or not names or not names.isdisjoint(strategies)
 
 

@@ -24,7 +24,7 @@ from polyshard.lifecycle.gradients import accumulate
 from polyshard.lifecycle.parallelize import maybe_shard_optimizer, parallelize
 from polyshard.lifecycle.rebuild import rebuild
 from polyshard.lifecycle.state_dict import full_state_dict
-from polyshard.parameters.names import canonical_name
+from polyshard.parameters.names import canonical_parameter_name
 from polyshard.registry.hookspecs import hookimpl
 from polyshard.registry.registry import observe
 
@@ -83,7 +83,7 @@ def wrap_and_compare(
 
 def _groups(optimizer: Optimizer, model: nn.Module) -> list[dict[str, Any]]:
     """Return the groups with the parameters' own names in place of the parameters."""
-    names = {id(p): canonical_name(n) for n, p in model.named_parameters()}
+    names = {id(p): canonical_parameter_name(n) for n, p in model.named_parameters()}
     return [
         {**group, "params": [names.get(id(p), "not in the model") for p in group["params"]]}
         for group in optimizer.param_groups

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from polyshard.mesh.devices import mesh_device
 
-__all__ = ["shard_like"]
+__all__ = ["full_of", "local_of", "same_memory", "shard_like", "with_local"]
 
 
 def shard_like(full: Tensor, like: DTensor) -> DTensor:
@@ -22,7 +22,8 @@ def shard_like(full: Tensor, like: DTensor) -> DTensor:
     )
 
 
-def _with_local(like: Tensor, local: Tensor) -> Tensor:
+def with_local(like: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor like ``like``, of which this rank holds ``local``."""
     if not isinstance(like, DTensor):
         return local
     return DTensor.from_local(
@@ -35,7 +36,8 @@ def _with_local(like: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors of one dtype begin at the same place in memory."""
     return (
         one.dtype == other.dtype
         and one.device == other.device
@@ -43,6 +45,11 @@ def _same_memory(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
+def full_of(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor, gathered on every rank, or the tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a DTensor, or the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

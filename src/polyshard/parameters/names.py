@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["canonical_name", "canonical_parameters", "strip_wrappers"]
+__all__ = ["canonical_parameter_name", "canonical_parameters", "strip_wrappers"]
 
 #: What activation checkpointing and ``torch.compile`` put between the parts of a name.
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def canonical_name(name: str) -> str:
+def canonical_parameter_name(name: str) -> str:
     """Return the name that a parameter or buffer has in the model as the user built it.
 
     The parts that DDP, activation checkpointing and ``torch.compile`` add are dropped.
@@ -19,7 +19,7 @@ def canonical_name(name: str) -> str:
 
 
 def strip_wrappers(name: str) -> str:
-    """Return ``canonical_name`` of a name that no wrapper around the model has lengthened.
+    """Return the canonical name of a parameter whose model no wrapper is around.
 
     The difference is seen in a model that has a ``module`` of its own.
     """

@@ -9,7 +9,14 @@ from torch import nn
 
 from polyshard.parameters.names import strip_wrappers
 
-__all__ = ["ParameterSlot", "parameter_attributes", "slots_of", "restore_attributes"]
+__all__ = [
+    "ParameterSlot",
+    "fill_attributes",
+    "join_name",
+    "parameter_attributes",
+    "restore_attributes",
+    "slots_of",
+]
 
 
 @frozen(eq=False)
@@ -40,7 +47,7 @@ def slots_of(model: nn.Module) -> dict[nn.Parameter, list[ParameterSlot]]:
     slots: dict[nn.Parameter, list[ParameterSlot]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = strip_wrappers(_join(prefix, attribute))
+            name = strip_wrappers(join_name(prefix, attribute))
             slots.setdefault(parameter, []).append(ParameterSlot(name, module, attribute))
     return slots
 
@@ -54,13 +61,15 @@ def restore_attributes(model: nn.Module, attributes: dict[str, dict[str, Any]]) 
     """Set on the model's present parameters what they lack of what their predecessors had."""
     for parameter, slots in slots_of(model).items():
         for slot in slots:
-            _fill(parameter, attributes.get(slot.name, {}))
+            fill_attributes(parameter, attributes.get(slot.name, {}))
 
 
-def _join(prefix: str, attribute: str) -> str:
+def join_name(prefix: str, attribute: str) -> str:
+    """Return the name in the model of an attribute of the module called ``prefix``."""
     return f"{prefix}.{attribute}" if prefix else attribute
 
 
-def _fill(parameter: nn.Parameter, attributes: dict[str, Any]) -> None:
+def fill_attributes(parameter: nn.Parameter, attributes: dict[str, Any]) -> None:
+    """Set on a parameter those of the attributes that it lacks."""
     for name, value in attributes.items():
         vars(parameter).setdefault(name, value)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from polyshard.exceptions import RebuildError
-from polyshard.parameters.dtensors import _local, _same_memory, _with_local, shard_like
+from polyshard.parameters.dtensors import local_of, same_memory, shard_like, with_local
 from polyshard.parameters.replaced import mark_replaced
-from polyshard.parameters.slots import ParameterSlot, _fill, _join, slots_of
+from polyshard.parameters.slots import ParameterSlot, fill_attributes, join_name, slots_of
 
 __all__ = ["ParameterSnapshot", "SavedParameter"]
 
@@ -106,7 +106,7 @@ class SavedParameter:
 
     def restore_attributes(self) -> None:
         """Set on the object what it lacks of what was set on it; a cast takes it away."""
-        _fill(self.parameter, self.attributes)
+        fill_attributes(self.parameter, self.attributes)
 
 
 @frozen(eq=False)
@@ -160,11 +160,11 @@ class ParameterSnapshot:
 
     def _apart_from_old(self, values: list[Tensor]) -> list[Tensor]:
         """Copy the values that are in the storage of another parameter, which is written over."""
-        locals_ = [_local(entry.data) for entry in self.remembered]
+        locals_ = [local_of(entry.data.detach()) for entry in self.remembered]
         storages = {local.untyped_storage().data_ptr() for local in locals_ if local.numel()}
         return [
             value.clone()
-            if value.untyped_storage().data_ptr() in storages and not _same_memory(local, value)
+            if value.untyped_storage().data_ptr() in storages and not same_memory(local, value)
             else value
             for local, value in zip(locals_, values, strict=True)
         ]
@@ -183,7 +183,7 @@ class ParameterSnapshot:
     def _restore_buffers(self, model: nn.Module) -> None:
         for prefix, module in model.named_modules():
             for attribute, buffer in module.named_buffers(recurse=False):
-                before = self.buffers.get(_join(prefix, attribute))
+                before = self.buffers.get(join_name(prefix, attribute))
                 if before is not None and before[1].type != "meta":
                     dtype, device = before
                     setattr(module, attribute, buffer.to(device, dtype))
@@ -271,17 +271,17 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _take_value(entry: SavedParameter, value: Tensor) -> None:
     """Write a value into the storage that the parameter had, or adopt it where it had none."""
-    local = _local(entry.data)
+    local = local_of(entry.data.detach())
     if not local.is_meta:
-        if not _same_memory(local, value):
+        if not same_memory(local, value):
             local.copy_(value)
     elif not value.is_meta:
-        _put_inside(entry.parameter, _with_local(entry.data, value))
+        _put_inside(entry.parameter, with_local(entry.data, value))
 
 
 def _put_inside(tensor: Tensor, content: Tensor) -> None:
     """Make an object that others hold contain another tensor, unless it does."""
-    if _same_memory(_local(tensor), _local(content)):
+    if same_memory(local_of(tensor.detach()), local_of(content.detach())):
         return
     if not isinstance(content, DTensor):
         tensor.data = content

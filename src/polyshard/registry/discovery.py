@@ -26,7 +26,7 @@ from attrs import evolve, field, frozen
 
 from polyshard.exceptions import PluginError
 
-__all__ = ["INSTALL_HINTS", "StrategyInfo", "canonical_name", "find_strategies"]
+__all__ = ["INSTALL_HINTS", "StrategyInfo", "canonical_strategy_name", "find_strategies"]
 
 STRATEGIES = "polyshard.strategies"
 
@@ -98,7 +98,7 @@ class StrategyInfo:
         return f"{self.distribution} {self.version}".strip()
 
 
-def canonical_name(name: str) -> str:
+def canonical_strategy_name(name: str) -> str:
     """Return a strategy name in the one form in which names are compared."""
     return name.strip().lower().replace("-", "_")
 
@@ -146,17 +146,17 @@ def _offers_of(distribution: Distribution, distribution_name: str) -> list[Strat
     for entry_point in distribution.entry_points:
         if entry_point.group in groups:
             groups[entry_point.group].append(entry_point)
-    configs = {canonical_name(point.name): point for point in groups[CONFIGS]}
+    configs = {canonical_strategy_name(point.name): point for point in groups[CONFIGS]}
     offers = []
     for point in groups[STRATEGIES]:
-        name = canonical_name(point.name)
+        name = canonical_strategy_name(point.name)
         config = configs.get(name)
-        aliases = (a.name for a in groups[ALIASES] if canonical_name(a.value) == name)
+        aliases = (a.name for a in groups[ALIASES] if canonical_strategy_name(a.value) == name)
         summary, fault = _inspect(point)
         offers.append(
             StrategyInfo(
                 name=name,
-                aliases=tuple(sorted(map(canonical_name, aliases))),
+                aliases=tuple(sorted(map(canonical_strategy_name, aliases))),
                 config_class=config.value if config else None,
                 plugin=point.value,
                 distribution=distribution_name,
@@ -243,7 +243,7 @@ def _allow_list(text: str | None) -> dict[str, str | None] | None:
     allowed: dict[str, str | None] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, _, distribution = item.partition("@")
-        allowed[canonical_name(name)] = (
+        allowed[canonical_strategy_name(name)] = (
             _canonical_distribution(distribution) if distribution else None
         )
     return allowed

@@ -23,7 +23,7 @@ from polyshard.registry import hookspecs
 from polyshard.registry.discovery import (
     INSTALL_HINTS,
     StrategyInfo,
-    canonical_name,
+    canonical_strategy_name,
     find_strategies,
 )
 
@@ -76,7 +76,7 @@ class StrategyRegistry:
         Raises:
             StrategyNotFoundError: None has it; the message lists what is installed.
         """
-        info = self._holder(canonical_name(name))
+        info = self._holder(canonical_strategy_name(name))
         if info is None:
             raise StrategyNotFoundError(self._not_found(name))
         return info
@@ -141,8 +141,8 @@ class StrategyRegistry:
             PluginError: The name or an alias is taken, or the plugin does not follow the hook
                 interface.
         """
-        name = canonical_name(config_class.strategy)
-        others = tuple(map(canonical_name, aliases))
+        name = canonical_strategy_name(config_class.strategy)
+        others = tuple(map(canonical_strategy_name, aliases))
         for wanted in (name, *others):
             if (taken := self._holder(wanted)) is not None:
                 kind = "strategy" if wanted == name else "alias"
@@ -261,7 +261,7 @@ class StrategyRegistry:
 
         strategies = self.available()
         names = [*strategies, *(alias for info in strategies.values() for alias in info.aliases)]
-        hint = INSTALL_HINTS.get(canonical_name(name))
+        hint = INSTALL_HINTS.get(canonical_strategy_name(name))
         cure = f"; to use it, run: pip install {hint}" if hint else nearest(name, names)
         return f"no installed strategy is called {name!r}{cure}; {self._installed_text()}"
 

@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from polyshard.config.base import DistributedConfig
 from polyshard.exceptions import UnsupportedError
+from polyshard.parameters.dtensors import full_of, local_of
 from polyshard.parameters.names import strip_wrappers
 from polyshard.registry.hookspecs import hookimpl
 
@@ -63,7 +64,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float) -> Tenso
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in parameters:
             if parameter.grad is not None:
-                gradient = _local(parameter.grad)
+                gradient = local_of(parameter.grad)
                 gradient.mul_(scale.to(gradient.device))
     return norm.to(_norm_dtype(parameters))
 
@@ -73,13 +74,13 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the state dict, each DTensor gathered when its turn comes."""
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
-            yield strip_wrappers(name), _full(value)
+            yield strip_wrappers(name), full_of(value)
 
 
 @hookimpl
 def parameter_bytes(model: nn.Module) -> int:
     """Count the local tensors of ``model.parameters()``, a tied one once."""
-    return sum(_local(parameter).nbytes for parameter in model.parameters())
+    return sum(local_of(parameter).nbytes for parameter in model.parameters())
 
 
 class _ShardGroup(NamedTuple):
@@ -105,7 +106,7 @@ def _global_norm(parameters: Iterable[nn.Parameter], norm_type: float) -> Tensor
     for parameter in parameters:
         gradients = groups.setdefault(_shard_group(parameter), [])
         if parameter.grad is not None:
-            part = _local(_placed_like(parameter.grad, parameter))
+            part = local_of(_placed_like(parameter.grad, parameter))
             if part.numel():  # an empty part has no largest entry
                 gradients.append(part)
     device = _device(groups.values())
@@ -170,11 +171,3 @@ def _device(groups: Iterable[list[Tensor]]) -> torch.device:
     if dist.is_initialized() and "nccl" in dist.get_backend():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from polyshard.parameters.dtensors import local_of
 
 __all__ = ["optimizer_bytes", "peak_rss_bytes"]
 
@@ -32,7 +33,7 @@ def peak_rss_bytes() -> int:
 
 def optimizer_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of state that this rank holds, of DTensors the local parts."""
-    return sum(_local(tensor).nbytes for tensor in _tensors(optimizer.state.values()))
+    return sum(local_of(tensor).nbytes for tensor in _tensors(optimizer.state.values()))
 
 
 def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
@@ -43,7 +44,3 @@ def _tensors(values: Iterable[object]) -> Iterable[Tensor]:
             yield from _tensors(value.values())
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

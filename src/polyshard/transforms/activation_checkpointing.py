@@ -61,7 +61,7 @@ def checkpoint_units(model: nn.Module, units: UnitReport, mode: CheckpointMode) 
 
     ``"full"`` keeps nothing but a unit's inputs; ``"selective"`` keeps the results of matrix
     products and attention too. The parameters stay the same objects under longer names, which
-    ``polyshard.parameters.names.canonical_name`` shortens again.
+    ``polyshard.parameters.names.canonical_parameter_name`` shortens again.
 
     Args:
         model: Changed in place; units are replaced in the modules that hold them.

@@ -3,8 +3,9 @@
 Names are resolved at first access: importing the package loads neither torch nor megatron-fsdp.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from polyshard._lazy import lazy_names
 
 if TYPE_CHECKING:
     from polyshard.lifecycle.parallelize import maybe_shard_optimizer as maybe_shard_optimizer
@@ -33,16 +34,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> object:
-    try:
-        home = _HOMES[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(globals(), _HOMES)

@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from polyshard.exceptions import ModelError, UnsupportedError
+from polyshard.parameters.dtensors import local_of
 
 __all__ = ["AttentionMethod"]
 
@@ -172,14 +173,14 @@ class _RingAttention(_Attention):
         with DTensors; elsewhere it calls the function itself.
         """
         self._check(call)
-        parts = [_local(tensor) for tensor in (call.query, call.key, call.value)]
+        parts = [local_of(tensor) for tensor in (call.query, call.key, call.value)]
         if call.enable_gqa:  # not every kernel of the ring can
             parts = [_with_heads(part, call.query.size(1)) for part in parts]
         query, key, value = (
             DTensor.from_local(part, self.mesh, [Shard(2)], run_check=False) for part in parts
         )
         output = _compute(_Call(query, key, value, is_causal=True, scale=call.scale))
-        return output if isinstance(call.query, DTensor) else _local(output)
+        return output if isinstance(call.query, DTensor) else local_of(output)
 
     @staticmethod
     def _check(call: _Call) -> None:
@@ -255,11 +256,6 @@ def _compute(call: _Call) -> Tensor:
     """Call torch's function."""
     output: Tensor = _attention(**asdict(call, recurse=False))
     return output
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return what a rank holds of a DTensor, or the tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _with_heads(part: Tensor, heads: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from polyshard.parameters.names import canonical_name
+from polyshard.parameters.names import canonical_parameter_name
 from polyshard.strategies import fallback
 from polyshard_megatron_fsdp.megatron_fsdp.private_names import local_of, weights
 from polyshard_megatron_fsdp.model.layout import offsets_of, shard_dims
@@ -34,7 +34,7 @@ def full_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, value in model.module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
             whole = _gather(value) if isinstance(value, DTensor) else value.detach()
-            yield canonical_name(name), whole
+            yield canonical_parameter_name(name), whole
 
 
 def parameter_bytes(model: nn.Module) -> int:
