@@ -1,7 +1,8 @@
 """Steps that all ranks take together: they succeed on all, or fail on all with the first error.
 
-Ranks meet in the job's key-value store rather than in a collective: a rank that has failed
-cannot take part in a collective, and those that wait in one would wait for the whole timeout.
+Ranks wait for each other in the job's key-value store rather than in a collective: a rank that
+has failed cannot take part in a collective, and those that wait in one would wait for the whole
+timeout.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ __all__ = ["check_same_on_all_ranks", "raise_on_all_ranks"]
 
 
 class _Scope:
-    """What meetings are part of: the job, or another meeting.
+    """What barriers are part of: the job, or another barrier.
 
-    Every rank counts the same meetings of a set of ranks within a scope, so that the count gives
-    each a key that all of them know. A rank that fails leaves its meeting and the count inside it,
-    which is therefore not the job's: the others may go on to meetings that it never reaches.
+    Every rank counts the same barriers of a set of ranks within a scope, so that the count gives
+    each a key that all of them know. A rank that fails leaves its barrier and the count inside it,
+    which is therefore not the job's: the others may go on to barriers that it never reaches.
     """
 
     def __init__(self, key: str) -> None:
@@ -33,13 +34,13 @@ class _Scope:
         self._barriers: Counter[tuple[int, ...]] = Counter()
 
     def next_key(self, members: tuple[int, ...]) -> str:
-        """Return the key of the next meeting of these ranks."""
+        """Return the key of the next barrier of these ranks."""
         self._barriers[members] += 1
         digest = hashlib.sha256(repr(members).encode()).hexdigest()[:16]
         return f"{self.key}/{digest}/{self._barriers[members]}"
 
 
-#: The job, and the meetings that this rank is in, innermost last.
+#: The job, and the barriers that this rank is in, innermost last.
 _scopes = [_Scope("polyshard")]
 
 
@@ -58,19 +59,19 @@ def raise_on_all_ranks(action: str, members: Sequence[int]) -> Iterator[None]:
         PeerFailedError: Another member failed.
         RanksDisagreeError: A member did not get here within the job's timeout.
     """
-    meeting = _open_barrier(action, tuple(members))
-    if meeting is None:
+    barrier = _open_barrier(action, tuple(members))
+    if barrier is None:
         yield
         return
-    _scopes.append(_Scope(meeting.key))
+    _scopes.append(_Scope(barrier.key))
     try:
         yield
     except BaseException as error:
-        meeting.report_failure(error)
+        barrier.report_failure(error)
         raise
     finally:
         _scopes.pop()
-    meeting.wait_for_success()
+    barrier.wait_for_success()
 
 
 def check_same_on_all_ranks(action: str, members: Sequence[int], facts: Mapping[str, str]) -> None:
@@ -82,13 +83,13 @@ def check_same_on_all_ranks(action: str, members: Sequence[int], facts: Mapping[
     Raises:
         RanksDisagreeError: This rank's facts differ; the message shows each difference.
     """
-    meeting = _open_barrier(f"{action} facts", tuple(members))
-    if meeting is not None:
-        meeting.compare(facts)
+    barrier = _open_barrier(f"{action} facts", tuple(members))
+    if barrier is not None:
+        barrier.compare(facts)
 
 
 def _open_barrier(action: str, members: tuple[int, ...]) -> _StoreBarrier | None:
-    """Return where the members meet, None if there is nobody to meet."""
+    """Return the barrier of the members, None if there is one alone."""
     if len(members) < 2 or not dist.is_initialized() or dist.get_backend() == "fake":
         return None
     return _StoreBarrier(action, len(members), _scopes[-1].next_key(members))
