@@ -49,6 +49,11 @@ def parallelize(config, model, mesh, optimizer):
             parameter.register_post_accumulate_grad_hook(_reduction(config, model))
     if config.fault == "loads nothing":
         model.register_load_state_dict_pre_hook(lambda module, state, *_: state.clear())
+    if config.fault == "averages after forward alone":
+        model.embedding.register_forward_pre_hook(lambda *_: _paused.update({model: True}))
+        model.register_forward_hook(lambda *_: _paused.update({model: False}))
+    if config.fault == "drops the model's attributes":
+        vars(model).pop("purpose")
     if config.fault == "evaluation clears gradients":
         model.register_forward_pre_hook(_clear_in_evaluation)
     return model, optimizer

@@ -51,6 +51,10 @@ FOUND = {
     "test_evaluation_changes_nothing": [
         ("evaluation clears gradients", {"model": "tied", "evaluate": "before step"}),
     ],
+    "test_methods_equal_one_process": [
+        ("averages after forward alone", {}),
+        ("drops the model's attributes", {}),
+    ],
     "test_wrong_optimizer_is_never_silent": [
         ("steps nothing", {"mistake": "built before"}),
     ],

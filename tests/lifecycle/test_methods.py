@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from polyshard import DDPConfig, DistributedConfig, FSDP2Config, parallelize, resolve_config
 from polyshard.conformance import RankPool
@@ -24,6 +25,8 @@ from polyshard.exceptions import (
 )
 from polyshard.lifecycle.distributed_setup import DistributedSetup
 from polyshard.lifecycle.gradients import accumulate
+from polyshard.lifecycle.parallelize import maybe_shard_optimizer
+from polyshard.lifecycle.state_dict import full_state_dict
 
 CONFIGS: Mapping[str, Callable[[], DistributedConfig]] = MappingProxyType(
     {
@@ -42,7 +45,13 @@ CONFIGS: Mapping[str, Callable[[], DistributedConfig]] = MappingProxyType(
 )
 
 each_option = pytest.mark.parametrize("option", sorted(CONFIGS))
-each_strategy = pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+each_strategy = pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(name, marks=pytest.mark.strategy(name))
+        for name in ("ddp", "fsdp2", "megatron_fsdp")
+    ],
+)
 
 
 @each_option
@@ -172,7 +181,7 @@ def test_attributes_are_read(ranks: RankPool, strategy: str) -> None:
     for found in ranks.run(read_attributes, strategy):
         assert found["purpose"] == "to be read through a wrapper"
         assert found["missing"] == "'ModelWithMethods' object has no attribute 'purposes'"
-        assert found["wrapped"] == (strategy == "ddp")
+        assert found["is DDP"] == (strategy == "ddp")
         assert found["modes"] == [False, False, True, True]
 
 
@@ -186,8 +195,8 @@ def read_attributes(strategy: str) -> dict[str, Any]:
         missing = str(error).replace("FSDPModelWithMethods", "ModelWithMethods")
     modes = [part.eval().training for part in (model,)] + [module.training]
     modes += [model.train().training, module.training]
-    wrapped = isinstance(model, DistributedDataParallel)
-    return {"purpose": model.purpose, "missing": missing, "wrapped": wrapped, "modes": modes}
+    is_ddp = isinstance(model, DistributedDataParallel)
+    return {"purpose": model.purpose, "missing": missing, "is DDP": is_ddp, "modes": modes}
 
 
 @pytest.mark.world_size(2)
@@ -235,19 +244,20 @@ def test_a_method_in_microbatches(ranks: RankPool, strategy: str) -> None:
 
 def accumulate_by_method(strategy: str) -> float:
     """Return how far two microbatches by a method, with an evaluation, are from one batch."""
-    gradients = []
+    weights = []
     for pieces in (1, 2):
         torch.manual_seed(0)
         model: Any
         config = resolve_config(strategy).in_full_precision()
         model, _ = parallelize(ModelWithMethods(), config, methods=("loss", "generate"))
+        optimizer = maybe_shard_optimizer(model, SGD(model.parameters(), lr=1.0))
         for index, tokens in enumerate(global_batch(dist.get_rank()).chunk(pieces)):
             with accumulate(model, last=index == pieces - 1):
                 (model.loss(tokens) / pieces).backward()
             model.generate(tokens[:1], dist.get_rank())
-        gradient = model.head.weight.grad
-        gradients.append(gradient if strategy == "ddp" else gradient.full_tensor())
-    return (gradients[0] - gradients[1]).abs().max().item()
+        optimizer.step()
+        weights.append(full_state_dict(model, rank0_only=False)["head.weight"])
+    return (weights[0] - weights[1]).abs().max().item()
 
 
 @each_strategy

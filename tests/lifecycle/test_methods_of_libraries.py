@@ -22,6 +22,10 @@ transformers = pytest.importorskip("transformers", reason="needs the extra polys
 CONFIGS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "fsdp2": {"strategy": "fsdp2"},
+    "zero 0": {"strategy": "megatron_fsdp", "zero_dp_strategy": 0},
+    "zero 1": {"strategy": "megatron_fsdp", "zero_dp_strategy": 1},
+    "zero 2": {"strategy": "megatron_fsdp", "zero_dp_strategy": 2},
+    "zero 3": {"strategy": "megatron_fsdp", "zero_dp_strategy": 3},
 }
 
 each_config = pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import pytest
 
-from polyshard.conformance import scenarios
+from polyshard.conformance import methods, scenarios
 from polyshard.conformance.layouts import LAYOUTS, layouts_of
 from polyshard.conformance.models import MODELS, build_model, stamp, stamps_of
 from polyshard.conformance.parity import assert_parity, assert_same_weights
@@ -244,6 +244,15 @@ class StrategyConformance:
             assert_parity(trained, train_plain(recipe), recipe)
         cure = "parallelize" if mistake == "built before" else "maybe_shard_optimizer"
         assert all(cure in error for error in errors), f"expected {cure!r} in {errors}"
+
+    # Other methods than forward
+
+    def test_methods_equal_one_process(self, ranks: RankPool) -> None:
+        """Methods beside forward train and generate as in one process, attributes are readable.
+
+        Ranks generate for different numbers of tokens, and one of them none; another one raises.
+        """
+        methods.assert_methods_work(self._run(ranks, methods.use_methods))
 
     # Accumulation and clipping
 

@@ -65,7 +65,7 @@ class MegatronFSDPManager:
         ``maybe_shard_optimizer``, or calls the model's ``finish_grad_sync``,
         ``install_optimized_model_weights`` and ``zero_grad_buffer`` around its own steps. An
         optimizer that is given keeps its groups and hyperparameters. With one rank both come
-        back as they are.
+        back as they are. ``generate`` works on what comes back, if the model has it.
 
         Raises:
             MeshError: The mesh has no dimension to shard over.
@@ -73,7 +73,9 @@ class MegatronFSDPManager:
             UnsupportedError: The model is wrapped already.
         """
         from polyshard.lifecycle import wrapped_models
+        from polyshard.transforms.methods import method_names
         from polyshard_megatron_fsdp.parallelize import parallelize
+        from polyshard_megatron_fsdp.plugin import add_methods
 
         wrapped, bound = parallelize(
             self.config, model, self.device_mesh, optimizer, by_hand=optimizer is None
@@ -81,6 +83,7 @@ class MegatronFSDPManager:
         if wrapped is not model:
             # So that Polyshard's functions know it as one that polyshard.parallelize returned.
             wrapped_models.remember(model, wrapped, self.config, self.device_mesh)
+            add_methods(wrapped, method_names(model, None))
         return wrapped, bound
 
 

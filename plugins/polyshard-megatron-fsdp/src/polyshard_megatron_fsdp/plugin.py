@@ -8,7 +8,7 @@ from polyshard.registry.hookspecs import hookimpl
 from polyshard_megatron_fsdp.megatron_fsdp.version import require_version
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -33,6 +33,15 @@ def parallelize(
     from polyshard_megatron_fsdp.parallelize import parallelize
 
     return parallelize(config, model, mesh, optimizer)
+
+
+@hookimpl
+def add_methods(model: nn.Module, names: Sequence[str]) -> None:
+    """Let methods of the module inside the wrapper gather all of it before they begin."""
+    from polyshard_megatron_fsdp.model.sharded_model import ShardedModel
+
+    if isinstance(model, ShardedModel):
+        model.add_methods(names)
 
 
 @hookimpl

@@ -7,7 +7,8 @@ function takes what it is called with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "describe_for_checkpoints",
     "distributed_parameters",
     "flatten",
+    "gathered_whole",
     "gradient_hooks",
     "has_original",
     "local_of",
@@ -80,7 +82,9 @@ FUNCTIONS = (
     PrivateFunction(_MODEL, "finish_grad_sync", 1),
     PrivateFunction(_MODEL, "synchronize_param_gather"),
     PrivateFunction(_MODEL, "zero_grad_buffer"),
+    PrivateFunction(_MODEL, "all_gather_and_wait_parameters_ready", 1, ("prefetch",)),
     PrivateFunction(f"{_BUFFERS}:AllGatherPipeline", "wait_bucket_ready", 2),
+    PrivateFunction(f"{_BUFFERS}:AllGatherPipeline", "release_bucket", 2),
     PrivateFunction(f"{_BUFFERS}:ParamAndGradBuffer", "update_main_grads"),
     PrivateFunction("megatron_fsdp.utils:FSDPDistributedIndex", "get_dp_group"),
     PrivateFunction(_BUFFERS, "_coalescing_manager", 1, ("async_ops",)),
@@ -95,14 +99,17 @@ FUNCTIONS = (
 #: model computes with in its place.
 ATTRIBUTES = (
     "model.all_gather_pipeline.param_gather_event_map",
+    "model.ddp_config.fsdp_double_buffer",
     "model.ddp_config.gradient_reduce_div_fusion",
     "model.device",
     "model.dist_index.tp_dim",
     "model.fsdp_unit_modules",
     "model.is_param_fsdp_distributed",
     "model.model_auto_sync",
+    "model.module._training_state.IDLE",
     "model.param_and_grad_buffer.dist_main_grad",
     "model.param_and_grad_buffer.optimizer_named_parameters",
+    "model.param_and_grad_buffer.parameter_groups[0].fsdp_unit_id",
     "model.param_and_grad_buffer.parameter_groups[0].hfsdp_helper_gbuf",
     "model.param_and_grad_buffer.parameter_groups[0].hfsdp_helper_wbuf",
     "model.param_and_grad_buffer.parameter_groups[0].main_grad_buffer.gradient_scaling_factor",
@@ -231,6 +238,31 @@ def begin_backward(model: Any) -> None:
     """Tell a wrapped model that a backward begins, unless it knows."""
     if not model._root_pre_backward_hook_issued:
         model.pre_backward.func(model.module)
+
+
+@contextmanager
+def gathered_whole(model: Any) -> Iterator[None]:
+    """Gather all that a wrapped model computes with, and release its units at the end alone.
+
+    Until then a forward finds everything gathered, and meets no other rank.
+    """
+    pipeline = model.all_gather_pipeline
+    model.all_gather_and_wait_parameters_ready(managed_parameters(model), prefetch=False)
+    pipeline.release_bucket = _release_nothing
+    try:
+        yield
+    finally:
+        del pipeline.release_bucket
+        for bucket, group in enumerate(parameter_groups(model)):
+            if group.fsdp_unit_id is not None:
+                pipeline.release_bucket(bucket, False)
+        for module in model.module.modules():
+            # A forward that raised has left its modules in another state.
+            module._training_state = module._training_state.IDLE
+
+
+def _release_nothing(*_: Any, **__: Any) -> None:
+    """Keep a bucket gathered."""
 
 
 def original_of(parameter: Tensor) -> Tensor:

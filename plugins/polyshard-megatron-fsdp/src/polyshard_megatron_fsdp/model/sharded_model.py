@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -15,15 +17,24 @@ from polyshard.exceptions import PolyshardError, RebuildError, UnsupportedError
 from polyshard.parameters.guard import ParameterGuard
 from polyshard.parameters.slots import ParameterSlot
 from polyshard.parameters.snapshot import ParameterSnapshot
+from polyshard.transforms.methods import (
+    attribute_behind,
+    has_gradients,
+    refuse_shadowed,
+    tensors_in,
+)
 from polyshard_megatron_fsdp.config import MegatronFSDPConfig
 from polyshard_megatron_fsdp.megatron_fsdp.patches.patched_model import PatchedModel
 from polyshard_megatron_fsdp.megatron_fsdp.private_names import (
+    begin_backward,
     distributed_parameters,
+    gathered_whole,
     has_original,
     local_of,
     original_of,
     restore_ties,
     show_distributed,
+    show_raw,
     times_written,
 )
 from polyshard_megatron_fsdp.megatron_fsdp.version import WHO
@@ -102,9 +113,60 @@ class ShardedModel(PatchedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with the values that the distributed parameters have now."""
-        if self.record.exposed or self.record.version != self.record.present_version:
-            self._take_values()
+        self._take_new_values()
         return super().forward(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the user's module has where the wrapper has nothing of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self.__dict__.get("prepared_methods", ()):
+                return self._prepared(getattr(self.module, name))
+            return attribute_behind(self, name)
+
+    def add_methods(self, names: Sequence[str]) -> None:
+        """Let these methods of the user's module gather all of it before they begin.
+
+        Raises:
+            UnsupportedError: The wrapper has another attribute of that name.
+        """
+        refuse_shadowed(self, names)
+        self.prepared_methods = frozenset(names)
+
+    def _prepared(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._call_gathered(method, args, kwargs)
+
+        return call
+
+    def _call_gathered(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a method whose body needs no other rank, with the whole model gathered."""
+        if self.ddp_config.fsdp_double_buffer:
+            raise UnsupportedError(
+                f"{WHO}: expected fsdp_double_buffer=False for {method.__name__}, which computes "
+                "with the whole model, found two buffers for two of its units; turn it off"
+            )
+        guard = ParameterGuard.of(self)
+        if guard is not None:
+            guard.before_forward()
+        self._take_new_values()
+        show_raw(self)
+        trains = False
+        try:
+            with gathered_whole(self):
+                output = method(*args, **kwargs)
+            trains = has_gradients(output)
+        finally:
+            if not trains:
+                show_distributed(self)  # as after a forward without gradients
+        found: list[Any] = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        for tensor in found:
+            tensor.register_hook(lambda _: begin_backward(self))
+        return output
 
     def show_distributed(self) -> None:
         """Let the module hold the parameters that optimizers step."""
@@ -143,8 +205,10 @@ class ShardedModel(PatchedModel):
         """
         return distributed_parameters(self)
 
-    def _take_values(self) -> None:
+    def _take_new_values(self) -> None:
         """Compute with the values that the distributed parameters have now."""
+        if not self.record.exposed and self.record.version == self.record.present_version:
+            return
         self.record.exposed = False
         self.install_optimized_model_weights()
         self.synchronize_param_gather()
