@@ -74,16 +74,16 @@ class MegatronFSDPManager:
         """
         from polyshard.lifecycle import wrapped_models
         from polyshard.transforms.methods import method_names
+        from polyshard_megatron_fsdp.model.sharded_model import ShardedModel
         from polyshard_megatron_fsdp.parallelize import parallelize
-        from polyshard_megatron_fsdp.plugin import add_methods
 
         wrapped, bound = parallelize(
             self.config, model, self.device_mesh, optimizer, by_hand=optimizer is None
         )
-        if wrapped is not model:
+        if isinstance(wrapped, ShardedModel):
             # So that Polyshard's functions know it as one that polyshard.parallelize returned.
             wrapped_models.remember(model, wrapped, self.config, self.device_mesh)
-            add_methods(wrapped, method_names(model, None))
+            wrapped.add_methods(method_names(model, None))
         return wrapped, bound
 
 
